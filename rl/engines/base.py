@@ -1,0 +1,81 @@
+"""The engine interface: what a rollout, judge or teacher actor needs of whatever runs its model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rl.types import Completion, SamplingParams, Scores
+
+PauseMode = Literal["keep", "recompute", "wait"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """An engine's proof of the weights that it holds: compared with the trainer's by `rl.sync.verify`.
+
+    `checksums` maps parameter names to `models.weights.checksum`; `probe` are the log-probs [T - 1] of the probe tokens.
+    """
+
+    version: int
+    checksums: Mapping[str, int]
+    probe: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since start: tokens, seconds of work and of life; and what is running now."""
+
+    version: int
+    running: int
+    waiting: int
+    sampled_tokens: int
+    prompt_tokens: int
+    busy_s: float
+    wall_s: float
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out. Every constructor is cheap; `start` brings the model up."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def generate(
+        self, prompt_ids: Sequence[int], *, params: SamplingParams, seeds: Sequence[int], request_id: str
+    ) -> AsyncIterator[tuple[int, Completion]]:
+        """Yields (index, completion) for each of len(seeds) samples as it finishes. The prompt is computed once.
+
+        A sample is a function of (weights, prompt, params, its seed) alone, whoever shares its batch.
+        Raises ValueError where prompt plus max_tokens exceeds the model's length.
+        """
+        ...
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top_k: int = 0, full: bool = False,
+        temperature: float = 1.0,
+    ) -> list[Scores]:
+        """Log-probs of sequences[i][starts[i]:], each given all tokens before it."""
+        ...
+
+    async def update(self, version: int, weights: Mapping[str, object], *, mode: PauseMode = "keep") -> UpdateReport:
+        """Take new weights between two decoding steps and prove it.
+
+        keep: running samples go on over the KV cache of the old weights; recompute: their KV is computed anew;
+        wait: they finish first and nothing new starts meanwhile.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode = "keep") -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, request_id: str | None = None) -> int:
+        """End a request (or all) now; its samples are yielded with finish "abort". Returns how many samples."""
+        ...
+
+    async def report(self) -> UpdateReport: ...
+
+    def stats(self) -> EngineStats: ...

@@ -1,0 +1,121 @@
+"""The data that travels: prompt → sample → outcome → advantage → batch. Frozen, free of torch and Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem of the data set. `ids` are what the policy reads; `text` is what a judge reads."""
+
+    ids: tuple[int, ...]
+    text: str
+    key: str = ""  # which teacher or judge serves it
+    answer: str | None = None  # ground truth, if there is one
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The distribution that tokens are drawn from. `temperature=0` is greedy; `top_p=1`, `top_k=0` switch those off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    stop_ids: tuple[int, ...] = ()  # in addition to the model's own end-of-sequence ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer. T counts its tokens, the stop token included.
+
+    `logps` are the log-probabilities in nats under the distribution that was sampled (after temperature and top-p);
+    `versions[t]` is the weight version that produced token t.
+    """
+
+    tokens: np.ndarray  # [T] int32
+    logps: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int32
+    finish: Finish
+
+    @property
+    def version_min(self) -> int:
+        return int(self.versions.min()) if self.versions.size else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Log-probabilities of given tokens under one model. T counts the scored positions.
+
+    `logps` [T] of the tokens themselves; `top_ids`, `top_logps` [T, K] of the K most likely tokens, or None;
+    `full` [T, V] of the whole vocabulary, or None.
+    """
+
+    logps: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logps: np.ndarray | None = None
+    full: np.ndarray | None = None
+
+
+# ── What a judge, rule or function says about one answer: only a Score is a reward ───────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward on the scale [0, 1] of its producer (judges are normalised by their declared bounds)."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Abstain:
+    """The producer does not serve this prompt. Not a failure."""
+
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParseFail:
+    """The producer answered and no score could be read. `status` is the parser's word for it."""
+
+    status: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InfraFail:
+    """The producer did not answer: it raised, timed out or died."""
+
+    why: str
+
+
+Outcome = Score | Abstain | ParseFail | InfraFail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleMeta:
+    """What the controller knows of one sample; its token arrays stay in the object store."""
+
+    text: str
+    n_tokens: int
+    finish: Finish
+    version_min: int
+    version_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One judged answer with the record that a person can read: the judge's own text, its cost and latency."""
+
+    outcome: Outcome
+    text: str = ""
+    n_tokens: int = 0
+    seconds: float = 0.0
