@@ -24,7 +24,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The distribution that tokens are drawn from. `temperature=0` is greedy; `top_p=1`, `top_k=0` switch those off."""
+    """The distribution that tokens are drawn from. `temperature=0` is greedy; `top_p=1`, `top_k=0` switch
+    those off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -37,7 +38,8 @@ class SamplingParams:
 class Completion:
     """One sampled answer. T counts its tokens, the stop token included.
 
-    `logps` are the log-probabilities in nats under the distribution that was sampled (after temperature and top-p);
+    `logps` are the log-probabilities in nats under the distribution that was sampled (after temperature
+    and top-p);
     `versions[t]` is the weight version that produced token t.
     """
 
@@ -113,7 +115,8 @@ class SampleMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One judged answer with the record that a person can read: the judge's own text, its cost and latency."""
+    """One judged answer with the record that a person can read: the judge's own text, its cost and
+    latency."""
 
     outcome: Outcome
     text: str = ""

@@ -15,7 +15,8 @@ PauseMode = Literal["keep", "recompute", "wait"]
 class UpdateReport:
     """An engine's proof of the weights that it holds: compared with the trainer's by `rl.sync.verify`.
 
-    `checksums` maps parameter names to `models.weights.checksum`; `probe` are the log-probs [T - 1] of the probe tokens.
+    `checksums` maps parameter names to `models.weights.checksum`; `probe` are the log-probs [T - 1] of the
+    probe tokens.
     """
 
     version: int
@@ -46,7 +47,8 @@ class Engine(Protocol):
     def generate(
         self, prompt_ids: Sequence[int], *, params: SamplingParams, seeds: Sequence[int], request_id: str
     ) -> AsyncIterator[tuple[int, Completion]]:
-        """Yields (index, completion) for each of len(seeds) samples as it finishes. The prompt is computed once.
+        """Yields (index, completion) for each of len(seeds) samples as it finishes. The prompt is computed
+        once.
 
         A sample is a function of (weights, prompt, params, its seed) alone, whoever shares its batch.
         Raises ValueError where prompt plus max_tokens exceeds the model's length.
@@ -54,16 +56,24 @@ class Engine(Protocol):
         ...
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], *, top_k: int = 0, full: bool = False,
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        *,
+        top_k: int = 0,
+        full: bool = False,
         temperature: float = 1.0,
     ) -> list[Scores]:
         """Log-probs of sequences[i][starts[i]:], each given all tokens before it."""
         ...
 
-    async def update(self, version: int, weights: Mapping[str, object], *, mode: PauseMode = "keep") -> UpdateReport:
+    async def update(
+        self, version: int, weights: Mapping[str, object], *, mode: PauseMode = "keep"
+    ) -> UpdateReport:
         """Take new weights between two decoding steps and prove it.
 
-        keep: running samples go on over the KV cache of the old weights; recompute: their KV is computed anew;
+        keep: running samples go on over the KV cache of the old weights; recompute: their KV is computed
+        anew;
         wait: they finish first and nothing new starts meanwhile.
         """
         ...
@@ -73,7 +83,8 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def abort(self, request_id: str | None = None) -> int:
-        """End a request (or all) now; its samples are yielded with finish "abort". Returns how many samples."""
+        """End a request (or all) now; its samples are yielded with finish "abort". Returns how many
+        samples."""
         ...
 
     async def report(self) -> UpdateReport: ...

@@ -1,0 +1,53 @@
+"""The loss functions, flat. Each file of this package stands alone: copy one out, and it works."""
+
+# ruff: noqa: F401
+from losses.advantages import (
+    batch_std_advantages,
+    gpg_advantages,
+    group_advantages,
+    group_index,
+    maxrl_advantages,
+    opo_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
+from losses.advantages_dapo import keep_groups, overlong_penalty
+from losses.advantages_gdpo import gdpo_advantages
+from losses.advantages_noise import shrunk_advantages
+from losses.advantages_passk import best_of_group_advantages, passk_advantages, pkpo_rewards
+from losses.advantages_tokens import (
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    returns_to_go,
+    whiten,
+)
+from losses.aipo import aipo_loss
+from losses.cispo import cispo_loss
+from losses.correction import (
+    effective_sample_size,
+    icepop_weight,
+    importance_weight,
+    mis_weight,
+    normalise_weight,
+    tis_weight,
+)
+from losses.correction_mask import divergence_mask, m2po_mask, off_policy_sequence_mask, ratio_mask, veto_mask
+from losses.correction_prox import loglinear_prox
+from losses.covariance import clip_cov_loss, kl_cov_loss, select_clip_cov, select_kl_cov
+from losses.distill import distill_advantage, full_divergence, topk_divergence
+from losses.dppo import dppo_loss
+from losses.dro import dro_loss
+from losses.genrm import Found, Judgement
+from losses.genrm_prompt import neutralised, render
+from losses.gmpo import gmpo_loss
+from losses.grpo import grpo_loss
+from losses.gspo import gspo_loss, gspo_token_loss
+from losses.kl import adaptive_beta, full_kl, k1, k1_st, k2, k3, k3_st, k3_weighted, kl_reward
+from losses.linear_logp import gather_head, linear_logp
+from losses.logp import nucleus, token_logp
+from losses.masks import completion_mask, drop_truncated
+from losses.reduce import row_weight, token_weight
+from losses.reinforce import reinforce_loss
+from losses.sapo import sapo_loss
+from losses.topr import topr_loss
+from losses.vespo import vespo_loss

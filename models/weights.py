@@ -1,0 +1,130 @@
+"""Weights to and from Hugging Face safetensors folders, and integer checksums of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from models.config import ModelConfig, from_hf, to_hf
+from models.tokenizer import Tokenizer
+from models.transformer import Transformer
+
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+Weights = Mapping[str, Tensor | np.ndarray]
+
+
+def expected_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of the model, in the order of its state dict."""
+    return {name: tuple(p.shape) for name, p in Transformer(cfg, device="meta").state_dict().items()}
+
+
+def clean_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Plain names and whole tensors. Sharded tensors are gathered, so every rank must call it."""
+    out = {}
+    for name, tensor in state.items():
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        gather = getattr(tensor, "full_tensor", None)
+        out[name] = (gather() if gather is not None else tensor).detach()
+    return out
+
+
+def check_state(cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]], *, where: str) -> None:
+    """Raise ValueError that names what is missing, unexpected or of another shape than the config says."""
+    expected = expected_shapes(cfg)
+    problems = [f"missing {name} {expected[name]}" for name in expected.keys() - shapes.keys()]
+    problems += [f"unexpected {name} {shapes[name]}" for name in shapes.keys() - expected.keys()]
+    problems += [f"{name} is {shapes[name]}, expected {expected[name]}"
+                 for name in expected.keys() & shapes.keys() if shapes[name] != expected[name]]
+    if problems:
+        raise ValueError(f"{where}: weights do not fit the config: " + "; ".join(sorted(problems)))
+
+
+def save_folder(
+    path: str | Path,
+    model: nn.Module | Mapping[str, Tensor],
+    cfg: ModelConfig,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer's files, as transformers and vLLM open them."""
+    state = clean_state(model.state_dict() if isinstance(model, nn.Module) else model)
+    if cfg.tie_embeddings:
+        state.pop("lm_head.weight", None)
+    check_state(cfg, {name: tuple(t.shape) for name, t in state.items()}, where="save_folder")
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(to_hf(cfg), indent=2))
+    save_file({name: t.cpu().contiguous() for name, t in state.items()}, path / "model.safetensors",
+              metadata={"format": "pt"})
+    if tokenizer is not None:
+        tokenizer.save(path)
+
+
+def load_folder(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Read config and weights of one safetensors file or of shards with their index; dtypes as stored.
+
+    Raises FileNotFoundError without such files, ValueError where names or shapes do not fit the config.
+    """
+    path = Path(path)
+    cfg = from_hf(json.loads((path / "config.json").read_text()))
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    state: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(path / file, framework="pt") as shard:
+            state.update({name: shard.get_tensor(name) for name in shard.keys()})
+    state = {name: t for name, t in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    head = state.get("lm_head.weight")
+    if cfg.tie_embeddings and head is not None:
+        if not torch.equal(head, state["model.embed_tokens.weight"]):
+            raise ValueError(f"load_folder: {path} ties the head, but lm_head.weight differs")
+        del state["lm_head.weight"]
+    check_state(cfg, {name: tuple(t.shape) for name, t in state.items()}, where=f"load_folder {path}")
+    return cfg, {name: state[name] for name in expected_shapes(cfg)}
+
+
+INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 1 << 22  # elements widened to int64 at a time: 32 MiB
+
+
+def as_tensor(x: Tensor | np.ndarray) -> Tensor:
+    """A tensor over the array's memory; read-only arrays are copied, as a tensor could write to them."""
+    if isinstance(x, Tensor):
+        return x
+    return torch.from_numpy(x if x.flags.writeable else x.copy())
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    bits = tensor.detach().contiguous().reshape(-1).view(INT_OF_SIZE[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), CHUNK):
+        chunk = bits[start : start + CHUNK].long()
+        weight = 2 * torch.arange(start, start + chunk.numel(), device=bits.device) + 1
+        total += (chunk * weight).sum()
+    return total
+
+
+def checksum(tensor: Tensor | np.ndarray) -> int:
+    """Σ_i bits_i · (2i + 1) mod 2^64, as a signed integer, over the raw bits of the elements.
+
+    The same on every device. Odd weights are invertible mod 2^64, so any change of one element changes it.
+    A swap of two different elements of up to 32 bits changes it by 2 (i - j) (bits_i - bits_j), never a
+    multiple of 2^64.
+    """
+    return int(_checksum(as_tensor(tensor)).item())
+
+
+def checksums(state: Weights) -> dict[str, int]:
+    """`checksum` of every tensor, with one wait for the device in all."""
+    sums = [_checksum(as_tensor(t)) for t in state.values()]
+    return dict(zip(state, torch.stack(sums).tolist(), strict=True))

@@ -1,0 +1,66 @@
+"""Who may start, and which groups make the next batch. Pure functions: staleness is decided here and
+nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+def room(*, trained: int, live: int, version: int, max_age: int, prompts: int, steps: int) -> int:
+    """How many more groups may be admitted: `trained + live < (η + v + 1) · B`, and no more than the run
+    can train.
+
+    Args (counts of groups): trained, live (admitted and neither trained nor dropped); version v that every
+    engine
+    serves; max_age η; prompts B per step; steps of the whole run.
+
+    A group admitted under v has fewer than (η + v + 1) · B groups before it, so it is due at version v + η
+    at the
+    latest: it can only be too old by being overtaken. (AReaL, arXiv 2505.24298, eq. 3.)
+    """
+    bound = (max_age + version + 1) * prompts
+    return max(0, min(bound, steps * prompts) - trained - live)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A group that could be trained: its ordinal and the oldest version among its tokens."""
+
+    ordinal: int
+    version_min: int
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    take: tuple[int, ...]  # ordinals of the batch, ascending; empty: not yet
+    stale: tuple[int, ...]  # ordinals that have become too old
+
+
+def form_batch(
+    ready: Sequence[Ready],
+    unready: Collection[int],
+    *,
+    version: int,
+    max_age: int,
+    prompts: int,
+    late: Literal["drop", "wait"],
+) -> Formed:
+    """The B oldest groups that are young enough, by ordinal; those too old are named, never trained.
+
+    age = version − version_min must lie in [0, η]. `unready` are the admitted ordinals still on their way: with
+    late="wait" none of them may be overtaken, with "drop" the batch is made of whatever is ready.
+    Raises ValueError for a group from the future: a version that the trainer has not made.
+    """
+    for group in ready:
+        if group.version_min > version:
+            raise ValueError(
+                f"form_batch: group {group.ordinal} was sampled under version {group.version_min}, "
+                f"but the trainer is at {version}"
+            )
+    stale = tuple(sorted(g.ordinal for g in ready if version - g.version_min > max_age))
+    fresh = sorted(g.ordinal for g in ready if version - g.version_min <= max_age)
+    take = tuple(fresh[:prompts])
+    overtaken = late == "wait" and take and any(o < take[-1] for o in (*unready, *stale))
+    return Formed(take if len(take) == prompts and not overtaken else (), stale)

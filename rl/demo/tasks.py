@@ -1,0 +1,86 @@
+"""Three small skills with a ground truth: reverse five digits, sort five digits, add two two-digit numbers.
+
+Stdlib only. The rule never sees a judge, and a held-out problem is never trained on: its hash alone decides where it belongs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+Split = Literal["train", "held_out"]
+
+TASKS = ("reverse", "sort", "add")
+ALPHABET = (
+    "0123456789rsa+=j?S:!-"  # policies, teachers and judges share it, so that token ids mean the same to all
+)
+HELD_OUT_PERCENT = 10
+
+_PROBLEM = re.compile(r"(?P<task>[rs])(?P<digits>\d{5})=|a(?P<x>\d\d)\+(?P<y>\d\d)=", re.ASCII)
+
+
+def problem(task: str, rng: random.Random) -> tuple[str, str]:
+    """Draws a problem of either split: (prompt text, answer), such as ("r52814=", "41825")."""
+    if task not in TASKS:
+        raise ValueError(f"problem: task must be one of {', '.join(TASKS)}, got {task!r}")
+    if task == "add":
+        text = f"a{rng.randrange(100):02d}+{rng.randrange(100):02d}="
+    else:
+        text = f"{task[0]}{rng.randrange(100_000):05d}="
+    return text, answer_of(text)
+
+
+def answer_of(prompt_text: str) -> str:
+    """The one right answer. A sum has three digits, the least significant first: a12+34= gives 640."""
+    match = _PROBLEM.fullmatch(prompt_text)
+    if match is None:
+        raise ValueError(
+            f"answer_of: expected a problem like r52814=, s52814= or a12+34=, got {prompt_text!r}"
+        )
+    if match["task"] is None:
+        return f"{int(match['x']) + int(match['y']):03d}"[::-1]
+    return match["digits"][::-1] if match["task"] == "r" else "".join(sorted(match["digits"]))
+
+
+def is_correct(prompt_text: str, completion_text: str) -> bool:
+    """Ground truth: the completion is the answer, whole and exact. A space or one more character makes it wrong."""
+    return completion_text == answer_of(prompt_text)
+
+
+def split_of(prompt_text: str) -> Split:
+    """Where a problem belongs, by a hash of its content. a12+34= and a34+12= go together: one gives the other away."""
+    content = prompt_text
+    if prompt_text.startswith("a"):
+        content = "+".join(sorted(prompt_text[1:-1].split("+")))
+    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+    return "held_out" if int.from_bytes(digest) % 100 < HELD_OUT_PERCENT else "train"
+
+
+def make_prompts(tasks: Sequence[str], n: int, seed: int, split: Split) -> list[tuple[str, str, str]]:
+    """n problems of one split as (text, answer, key), the tasks taking turns; the key is the task's name.
+
+    Drawn with replacement, a function of the arguments alone. Raises ValueError for an unknown task or split.
+    """
+    if split not in ("train", "held_out"):
+        raise ValueError(f"make_prompts: split must be train or held_out, got {split!r}")
+    if not tasks:
+        raise ValueError("make_prompts: needs at least one task")
+    rng = random.Random(f"{seed}/{split}/{'+'.join(tasks)}")
+    return [(*draw(tasks[i % len(tasks)], rng, split), tasks[i % len(tasks)]) for i in range(n)]
+
+
+def draw(task: str, rng: random.Random, split: Split) -> tuple[str, str]:
+    """One problem of the split: (text, answer)."""
+    while True:
+        text, answer = problem(task, rng)
+        if split_of(text) == split:
+            return text, answer
+
+
+def change_digit(digits: str, rng: random.Random) -> str:
+    """One digit, somewhere, becomes another digit. The rest stays. Needs at least one character."""
+    at = rng.randrange(len(digits))
+    return digits[:at] + rng.choice([d for d in "0123456789" if d != digits[at]]) + digits[at + 1 :]

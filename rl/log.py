@@ -1,0 +1,129 @@
+"""What a run leaves behind: config.json, metrics.jsonl, ledger.jsonl, samples.jsonl, and a wandb run.
+Written at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rl.config import Config, to_dict
+from rl.ledger import Event
+
+
+def git_revision(root: Path) -> str | None:
+    """Commit of the code, with "+changes" where files differ from it; None outside a repository."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def new_folder(cfg: Config) -> Path:
+    """log.dir/name-time, with a number where that exists."""
+    stem = Path(cfg.log.dir) / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for path in (stem, *(stem.with_name(f"{stem.name}-{i}") for i in range(1, 1000))):
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"new_folder: {stem} and 999 more exist")
+
+
+class RunLog:
+    """Files of one run. Every line is flushed when it is written, so that a kill loses at most the line
+    under way."""
+
+    def __init__(self, folder: Path, cfg: Config, *, resumed_at: int | None = None, events: int = 0) -> None:
+        """resumed_at: version of the checkpoint that the run goes on from; what was logged after it is cut
+        off."""
+        self.folder, self.resumed = folder, resumed_at is not None
+        if resumed_at is not None:
+            _keep(folder / "metrics.jsonl", lambda i, line: json.loads(line).get("step", 0) <= resumed_at)
+            _keep(folder / "ledger.jsonl", lambda i, line: i < events)
+        resolved = {"git": git_revision(Path(__file__).parents[1]), **to_dict(cfg)}
+        name = "config.json" if resumed_at is None else f"config_resumed_{resumed_at:06d}.json"
+        (folder / name).write_text(json.dumps(resolved, indent=2))
+        self._files = {n: (folder / f"{n}.jsonl").open("a") for n in ("metrics", "ledger", "samples")}
+        self.events = events
+        self._wandb = _start_wandb(cfg, folder, resolved)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._write("metrics", {"step": step, "time": time.time(), **values})
+        if self._wandb is not None:
+            self._wandb.log(dict(values), step=step)
+
+    def event(self, event: Event) -> None:
+        self.events += 1
+        self._write("ledger", {k: v for k, v in asdict(event).items() if v is not None and v is not False})
+
+    def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for record in records:
+            self._write("samples", record)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        (self.folder / "summary.json").write_text(json.dumps(values, indent=2))
+        if self._wandb is not None:
+            self._wandb.summary.update(dict(values))
+
+    def _write(self, name: str, record: Mapping[str, Any]) -> None:
+        self._files[name].write(json.dumps(record) + "\n")
+        self._files[name].flush()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        if self._wandb is not None:
+            self._wandb.finish(quiet=True)
+
+
+def _keep(path: Path, keep) -> None:
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines()
+    whole = [line for i, line in enumerate(lines) if _is_json(line) and keep(i, line)]
+    path.write_text("".join(line + "\n" for line in whole))
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:  # the line that a kill cut short
+        return False
+    return True
+
+
+def wandb_mode(cfg: Config) -> str:
+    """auto: online where an account is configured (WANDB_API_KEY, WANDB_MODE or ~/.netrc), else offline."""
+    if cfg.log.wandb != "auto":
+        return cfg.log.wandb
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    netrc = Path.home() / ".netrc"
+    has_account = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
+    return "online" if has_account else "offline"
+
+
+def _start_wandb(cfg: Config, folder: Path, resolved: Mapping[str, Any]):
+    mode = wandb_mode(cfg)
+    if mode == "disabled":
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    return wandb.init(
+        project=cfg.log.project, name=folder.name, id=folder.name, dir=str(folder), mode=mode, resume="allow",
+        config=dict(resolved),
+    )  # fmt: skip

@@ -1,0 +1,372 @@
+"""The controller: prompt → sample → outcome → advantage → batch → step → version, all at the same time.
+
+One asyncio loop. Every admitted group is followed by one coroutine (`_follow`); one coroutine trains
+(`_train`); new
+weights travel in one of their own (`_sync`). Tokens never pass through here, only what is said about them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl import admission, checkpoint, lessons, packing, sync
+from rl.actors.trainer import Errand
+from rl.config import Config, route
+from rl.data import Stream
+from rl.display import Display
+from rl.evaluate import evaluate
+from rl.ledger import Event, Kind, Ledger, Reason, apply
+from rl.log import RunLog
+from rl.monitor import Monitor
+from rl.rewards import combine
+from rl.roles import Pool, Roles
+from rl.seeds import fold_in
+from rl.types import InfraFail, Outcome, Prompt, SampleMeta, Verdict
+
+
+class NothingToTrain(RuntimeError):
+    """Groups keep being dropped and none becomes ready: the run ends and says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One prompt's samples with all that was said of them. `tokens`, `teacher`, `reference` are
+    references."""
+
+    ordinal: int
+    prompt: Prompt
+    metas: Sequence[SampleMeta]
+    verdicts: Sequence[Verdict]  # of the judge; empty without one
+    outcomes: Sequence[dict[str, Outcome]]  # producer → outcome, for each sample
+    rewards: tuple[float | None, ...]
+    tokens: Any
+    teacher: Any = None
+    reference: Any = None
+
+    @property
+    def version_min(self) -> int:
+        return min(m.version_min for m in self.metas)
+
+    @property
+    def rated(self) -> lessons.Rated:
+        return lessons.Rated(
+            n_tokens=tuple(m.n_tokens for m in self.metas),
+            rewards=self.rewards,
+            taught=self.teacher is not None,
+        )
+
+
+@dataclass(slots=True)
+class Loop:
+    cfg: Config
+    roles: Roles
+    stream: Stream
+    held_out: Sequence[Prompt]
+    log: RunLog
+    show: Display
+    version: int = 0  # the trainer's
+    ledger: Ledger = field(default_factory=Ledger)
+    stop: bool = False  # set from outside: finish the step, save, end
+    served: int = 0  # the version that every engine has proved to hold
+    barren: int = 0  # groups dropped since the last one became ready
+    ready: dict[int, Group] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
+    followers: set[asyncio.Task[None]] = field(default_factory=set)
+    began: float = field(default_factory=time.monotonic)
+    monitor: Monitor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.monitor = Monitor(self.roles.engines())
+
+    # ── the run ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self, resume: str | None = None) -> dict[str, Any]:
+        """Everything from starting the actors to the summary's numbers."""
+        await self._bring_up(resume)
+        before = await evaluate(self.cfg, self.roles, self.held_out)
+        self.monitor.begin()
+        try:
+            async with self.tasks:
+                poll = self.tasks.create_task(self.monitor.poll(self.cfg.deadlines.sync))
+                for ordinal in self.ledger.live:  # of a resumed run: what was under way starts again
+                    self._apply(self._event("drop", ordinal, reason="infra", again=True))
+                self._admit()
+                await self._train()
+                for task in (poll, *self.followers):
+                    task.cancel()
+        except ExceptionGroup as group:
+            raise _first(group) from None
+        after = await evaluate(self.cfg, self.roles, self.held_out)
+        return {"before": before, "after": after, "version": self.version, **self.monitor.totals(self.ledger)}
+
+    async def _bring_up(self, resume: str | None) -> None:
+        """All actors start at the same time; then every engine proves that it holds the trainer's weights."""
+        wait, trainer, config = self.cfg.deadlines.start, self.roles.trainer, self.cfg
+
+        async def start_trainer() -> None:
+            host, port = await trainer.ranks[0].call("rendezvous")
+            await trainer.call("start", lambda rank: (host, port), deadline=wait)
+            if resume is not None:
+                await trainer.call(
+                    "load", lambda rank: (resume, self.version), deadline=config.deadlines.train
+                )
+
+        pools = [*self.roles.engines().values(), *([self.roles.rule] if self.roles.rule else [])]
+        async with asyncio.TaskGroup() as tasks:
+            for pool in pools:
+                tasks.create_task(pool.all("start", deadline=wait))
+            tasks.create_task(start_trainer())
+        await self._serve()
+
+    # ── a group's life ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self) -> None:
+        room = admission.room(
+            trained=self.ledger.trained, live=len(self.ledger.live), version=self.served,
+            max_age=self.cfg.staleness.max_age, prompts=self.cfg.trainer.prompts, steps=self.cfg.trainer.steps,
+        )  # fmt: skip
+        for _ in range(room):
+            ordinal, attempt = self.ledger.upcoming()
+            self._mark("issue", ordinal)
+            follower = self.tasks.create_task(self._follow(ordinal, attempt))
+            self.followers.add(follower)
+            follower.add_done_callback(self.followers.discard)
+
+    async def _follow(self, ordinal: int, attempt: int) -> None:
+        """One group from its prompt to being ready, or dropped."""
+        cfg, prompt = self.cfg, self.stream[ordinal]
+        seeds = self._seeds("sample", ordinal, attempt)
+        self._mark("dispatch", ordinal)
+        metas, tokens = await self.roles.sampler.call(
+            "generate", prompt.ids, seeds, f"{ordinal}.{attempt}", deadline=cfg.deadlines.generate, returns=2
+        )
+        if any(m.finish == "abort" for m in metas):
+            return self._drop(ordinal, "stale", again=True)
+        self._mark("generate", ordinal)
+        (verdicts, outcomes), teacher, reference = await asyncio.gather(
+            self._rate(ordinal, attempt, prompt, [m.text for m in metas]),
+            self._teach(ordinal, prompt, tokens),
+            self._score(self.roles.reference, tokens),
+        )
+        weights = {"judge": cfg.reward.judge, "rule": cfg.reward.rule}
+        self._settle(
+            Group(
+                ordinal=ordinal,
+                prompt=prompt,
+                metas=metas,
+                verdicts=verdicts,
+                outcomes=outcomes,
+                rewards=tuple(combine(o, weights) for o in outcomes),
+                tokens=tokens,
+                teacher=teacher,
+                reference=reference,
+            )  # fmt: skip
+        )
+
+    async def _rate(
+        self, ordinal: int, attempt: int, prompt: Prompt, texts: Sequence[str]
+    ) -> tuple[Sequence[Verdict], list[dict[str, Outcome]]]:
+        """Judge and rule at the same time. Without either, no producer has said anything."""
+        judge, rule, wait = self.roles.judge, self.roles.rule, self.cfg.deadlines.judge
+        seeds = self._seeds("judge", ordinal, attempt)
+        verdicts, rated = await asyncio.gather(
+            judge.call("judge", prompt, texts, seeds, deadline=wait) if judge else _nothing(),
+            rule.call("rate", prompt, texts, deadline=wait) if rule else _nothing(),
+        )
+        outcomes: list[dict[str, Outcome]] = [{} for _ in texts]
+        for i, verdict in enumerate(verdicts):
+            outcomes[i]["judge"] = verdict.outcome
+        for i, outcome in enumerate(rated):
+            outcomes[i]["rule"] = outcome
+        if judge or rule:
+            self._mark("score", ordinal)
+        return verdicts, outcomes
+
+    async def _teach(self, ordinal: int, prompt: Prompt, tokens: Any) -> Any:
+        if not self.roles.teachers:
+            return None
+        scores = await self._score(self.roles.teachers[route(self.cfg)[prompt.key]], tokens)
+        self._mark("teach", ordinal)
+        return scores
+
+    async def _score(self, pool: Pool | None, tokens: Any) -> Any:
+        if pool is None:
+            return None
+        _, scores = await pool.call("teach", tokens, deadline=self.cfg.deadlines.teach, returns=2)
+        return scores
+
+    def _settle(self, group: Group) -> None:
+        """Ready, or dropped because nothing can be learnt from it."""
+        self.monitor.saw(group)
+        loss, taught = self.cfg.loss, group.teacher is not None
+        if self.cfg.uses_reward and not taught:
+            if all(r is None for r in group.rewards):
+                said = [o for by in group.outcomes for o in by.values()]
+                unanswered = bool(said) and all(isinstance(o, InfraFail) for o in said)
+                return self._drop(group.ordinal, "infra" if unanswered else "judge", again=unanswered)
+            _, signal = lessons.advantages([group.rated], loss)
+            if loss.zero_signal == "drop" and not signal[0]:
+                return self._drop(group.ordinal, "zero_signal", again=False)
+        self._mark("ready", group.ordinal)
+        self.ready[group.ordinal] = group
+        self.barren = 0
+        self.changed.set()
+
+    def _mark(self, kind: Kind, ordinal: int) -> None:
+        self._apply(self._event(kind, ordinal))
+
+    def _drop(self, ordinal: int, reason: Reason, *, again: bool) -> None:
+        """Give the admission back. `again`: the prompt is issued once more, unless it has had all its attempts."""
+        again = again and self.ledger.live[ordinal].attempt + 1 < self.cfg.staleness.attempts
+        self._apply(self._event("drop", ordinal, reason=reason, again=again))
+        self.monitor.dropped(self.ready.pop(ordinal, None))
+        self.barren += 1
+        self.changed.set()
+        self._admit()
+
+    def _event(self, kind: Kind, ordinal: int, **more: Any) -> Event:
+        version = self.served if kind == "issue" else self.version
+        return Event(kind=kind, ordinal=ordinal, at=time.monotonic() - self.began, version=version, **more)
+
+    def _apply(self, event: Event) -> None:
+        self.ledger = apply(self.ledger, event)
+        assert self.ledger.balanced, self.ledger
+        self.log.event(event)
+
+    def _seeds(self, purpose: str, ordinal: int, attempt: int) -> list[int]:
+        return [fold_in(self.cfg.seed, purpose, ordinal, attempt, i) for i in range(self.cfg.sampler.samples)]
+
+    # ── training ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _train(self) -> None:
+        cfg, synced = self.cfg, None
+        while self.version < cfg.trainer.steps and not self.stop:
+            groups = await self._next_batch()
+            if synced is not None:
+                await synced  # nothing that an unproved engine sampled is trained
+            metrics = await self._step(groups)
+            self.version += 1
+            for group in groups:
+                self._mark("train", group.ordinal)
+                del self.ready[group.ordinal]
+            synced = self.tasks.create_task(self._sync())
+            await self._cut_hopeless()
+            values = self.monitor.step(
+                groups, metrics, self.version - 1, self.ledger, len(self.ready), cfg.loss
+            )
+            self.log.metrics(self.version, values)
+            self.log.samples(self.monitor.examples(groups, self.version))
+            self.show.step(self.version, values)
+            last = self.version == cfg.trainer.steps or self.stop
+            if cfg.checkpoint.every and (self.version % cfg.checkpoint.every == 0 or last):
+                await synced
+                await self._save()
+        if synced is not None:
+            await synced
+
+    async def _next_batch(self) -> list[Group]:
+        """The B oldest ready groups that are young enough; those too old are dropped and issued again."""
+        cfg = self.cfg
+        while True:
+            formed = admission.form_batch(
+                [admission.Ready(g.ordinal, g.version_min) for g in self.ready.values()],
+                self.ledger.live.keys() - self.ready.keys(),
+                version=self.version, max_age=cfg.staleness.max_age, prompts=cfg.trainer.prompts, late=cfg.staleness.late,
+            )  # fmt: skip
+            for ordinal in formed.stale:
+                self._drop(ordinal, "stale", again=True)
+            if formed.take:
+                return [self.ready[o] for o in formed.take]
+            if self.barren >= cfg.deadlines.patience:
+                raise NothingToTrain(self._why_barren())
+            self.changed.clear()
+            with self.monitor.waiting():
+                await self.changed.wait()
+
+    def _why_barren(self) -> str:
+        counts = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ledger.dropped.items()))
+        hints = {
+            "zero_signal": "every group's rewards are all equal: easier or harder prompts, more samples, another reward, "
+            "or loss.zero_signal keep",
+            "judge": "no judgement could be read: look at samples.jsonl, judge.label, judge.max_tokens",
+            "infra": "the judge does not answer",
+            "stale": "samples are too old when they are ready: raise staleness.max_age or lower trainer.prompts",
+        }
+        likely = max(self.ledger.dropped, key=lambda r: self.ledger.dropped[r])
+        return (
+            f"{self.barren} groups in a row were dropped and none could be trained (dropped so far: {counts}). "
+            f"{hints.get(likely, '')}"
+        )
+
+    async def _step(self, groups: Sequence[Group]) -> dict[str, float]:
+        cfg = self.cfg
+        lengths = [[len(g.prompt.ids) + m.n_tokens for m in g.metas] for g in groups]
+        owners = packing.plan_ranks(lengths, cfg.trainer.ranks)
+        micros = packing.plan_micros(lengths, owners, cfg.trainer.micro_tokens)
+        taught = lessons.make_lessons([g.rated for g in groups], cfg.loss, norm_length=cfg.sampler.max_tokens)
+
+        def errand(rank: int) -> list[Any]:
+            mine = [groups[g] for g in owners[rank]]
+            arrays = [a for g in mine for a in (g.tokens, g.teacher, g.reference) if a is not None]
+            return [
+                Errand(
+                    groups=owners[rank],
+                    micros=micros[rank],
+                    lessons=tuple(taught[g] for g in owners[rank]),
+                    has_teacher=tuple(g.teacher is not None for g in mine),
+                    has_reference=cfg.uses_reference,
+                ),
+                *arrays,
+            ]
+
+        with self.monitor.training():
+            return await self.roles.trainer.call("step", errand, deadline=cfg.deadlines.train)
+
+    async def _sync(self) -> None:
+        await self._serve()
+        self._admit()
+
+    async def _serve(self) -> None:
+        """Publish the trainer's weights, hand them to every sampler, and see the proof that they arrived."""
+        wait = self.cfg.deadlines.sync
+        with self.monitor.training():
+            manifest, weights = await self.roles.trainer.call("publish", deadline=wait, returns=2)
+        mode = self.cfg.staleness.weights
+        reports = await self.roles.sampler.all("update", manifest.version, weights, mode, deadline=wait)
+        for handle, report in zip(self.roles.sampler.handles, reports, strict=True):
+            sync.verify(manifest, report, handle.name)
+        self.served = manifest.version
+
+    async def _cut_hopeless(self) -> None:
+        """End running groups that would be too old to train: their first token dates from before the
+        bound."""
+        oldest = self.version - self.cfg.staleness.max_age
+        for ordinal, live in self.ledger.live.items():
+            if live.state == "dispatch" and live.version < oldest:
+                await self.roles.sampler.all(
+                    "abort", f"{ordinal}.{live.attempt}", deadline=self.cfg.deadlines.sync
+                )
+
+    async def _save(self) -> None:
+        folder = self.log.folder
+        aside = checkpoint.begin(folder, self.version)
+        await self.roles.trainer.call("save", lambda rank: (str(aside),), deadline=self.cfg.deadlines.train)
+        extra = {"events": self.log.events, "seconds": time.monotonic() - self.began}
+        checkpoint.commit(folder, self.version, self.ledger, extra, keep=self.cfg.checkpoint.keep)
+
+
+async def _nothing() -> tuple[()]:
+    return ()
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The fault that ended the run; the others are its echo."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,53 @@
+"""New weights reach the engines, and every engine proves that it holds them before its samples count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl.engines.base import UpdateReport
+
+PROBE_LENGTH = 16  # tokens of the fixed prompt whose log-probs every engine must reproduce
+PROBE_ATOL = 1e-3  # nats, float32 on both sides; kernels differ in the order of their sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What the trainer says of the weights that it published."""
+
+    version: int
+    checksums: Mapping[str, int]
+    probe: tuple[float, ...]
+
+
+class SyncError(RuntimeError):
+    """An engine does not hold the published weights."""
+
+
+def probe_ids(vocab_size: int) -> tuple[int, ...]:
+    """A fixed token sequence of any model with this vocabulary."""
+    return tuple((7 * i + 3) % vocab_size for i in range(PROBE_LENGTH))
+
+
+def verify(manifest: Manifest, report: UpdateReport, engine: str, *, atol: float = PROBE_ATOL) -> None:
+    """Raises SyncError naming the engine and the first difference: version, tensors, or probe log-probs."""
+    if report.version != manifest.version:
+        raise SyncError(f"{engine} serves version {report.version}, the trainer published {manifest.version}")
+    wrong = sorted(n for n in manifest.checksums if report.checksums.get(n) != manifest.checksums[n])
+    wrong += sorted(set(report.checksums) - set(manifest.checksums))
+    if wrong:
+        raise SyncError(
+            f"{engine} holds other weights than version {manifest.version} of the trainer in "
+            f"{len(wrong)} of {len(manifest.checksums)} tensors: {', '.join(wrong[:5])}"
+        )
+    if len(report.probe) != len(manifest.probe):
+        raise SyncError(
+            f"{engine} sent {len(report.probe)} probe log-probs, the trainer has {len(manifest.probe)}"
+        )
+    gaps = [abs(a - b) for a, b in zip(report.probe, manifest.probe, strict=True)]
+    if not all(gap <= atol for gap in gaps):  # NaN is not
+        worst = next((gap for gap in gaps if gap != gap), max(gaps))
+        raise SyncError(
+            f"{engine} has the tensors of version {manifest.version} but computes other log-probs: the probe is off by "
+            f"{worst:.3g} nats, allowed are {atol:g}"
+        )

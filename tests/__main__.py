@@ -1,0 +1,27 @@
+"""python -m tests: lint, types and the fast tests. `--all` adds the slow ones. More arguments go to pytest."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def main(argv: list[str]) -> int:
+    everything, rest = "--all" in argv, [a for a in argv if a != "--all"]
+    python = [sys.executable, "-m"]
+    checks = [
+        [*python, "ruff", "check", "."],
+        [*python, "pyright"],
+        [*python, "pytest", *([] if everything else ["-m", "not slow"]), *rest],
+    ]
+    for check in checks:
+        print("$", " ".join(check[1:]), flush=True)
+        code = subprocess.run(check, cwd=ROOT).returncode
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

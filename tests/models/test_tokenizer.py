@@ -1,0 +1,58 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.tokenizer import char_tokenizer, load_tokenizer
+
+ALPHABET = "0123456789+=<>eos \n'é"
+TOKENIZER = char_tokenizer(ALPHABET)
+
+
+@given(st.text(ALPHABET))
+def test_one_token_per_character_and_back(text):
+    ids = TOKENIZER.encode(text)
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_ids_are_pad_eos_then_the_alphabet():
+    assert (TOKENIZER.pad_id, TOKENIZER.eos_ids, TOKENIZER.bos_id) == (0, (1,), None)
+    assert TOKENIZER.encode(ALPHABET) == list(range(2, 2 + len(ALPHABET)))
+    assert TOKENIZER.vocab_size == 2 + len(ALPHABET)
+
+
+def test_unknown_characters_are_named():
+    with pytest.raises(ValueError, match="'x' at 2"):
+        TOKENIZER.encode("12x")
+
+
+def test_a_spelled_out_special_token_is_text_unless_asked_for():
+    assert TOKENIZER.encode("1<eos>") == [TOKENIZER.encode(c)[0] for c in "1<eos>"]
+    assert TOKENIZER.encode("1<eos>", parse_special=True) == [3, 1]
+
+
+def test_decode_can_show_special_tokens():
+    assert TOKENIZER.decode([3, 1, 0]) == "1"
+    assert TOKENIZER.decode([3, 1, 0], skip_special=False) == "1<eos><pad>"
+
+
+def test_a_folder_gives_back_the_same_tokenizer(tmp_path):
+    TOKENIZER.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.fingerprint() == TOKENIZER.fingerprint()
+    assert loaded.encode("1 + 2") == TOKENIZER.encode("1 + 2")
+    assert (loaded.eos_ids, loaded.pad_id) == (TOKENIZER.eos_ids, TOKENIZER.pad_id)
+    with pytest.raises(ValueError, match="'x' at 0"):
+        loaded.encode("x")
+
+
+def test_fingerprint_sees_order_and_special_tokens():
+    ab = char_tokenizer("ab")
+    others = [char_tokenizer("ba"), char_tokenizer("ab", eos="<end>"), char_tokenizer("ab", bos="<bos>")]
+    assert len({t.fingerprint() for t in [ab, *others]}) == 4
+    assert char_tokenizer("ab").fingerprint() == ab.fingerprint()
+
+
+def test_a_repeated_character_is_refused():
+    with pytest.raises(ValueError, match="twice"):
+        char_tokenizer("aba")

@@ -1,0 +1,131 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from models.config import ModelConfig
+from models.tokenizer import char_tokenizer, load_tokenizer
+from models.transformer import Transformer
+from models.weights import checksum, checksums, load_folder, save_folder
+
+TIED = ModelConfig(vocab_size=12, d_model=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12)
+UNTIED = replace(TIED, tie_embeddings=False, family="qwen2", qkv_bias=True)
+
+
+def build(cfg: ModelConfig) -> Transformer:
+    model = Transformer(cfg)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+@pytest.mark.parametrize("cfg", [TIED, UNTIED])
+def test_a_folder_gives_back_config_and_weights(tmp_path, cfg):
+    model = build(cfg)
+    save_folder(tmp_path, model, cfg, char_tokenizer("0123456789"))
+    loaded_cfg, state = load_folder(tmp_path)
+    assert loaded_cfg == cfg
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(state[name], p) for name, p in model.state_dict().items())
+    assert load_tokenizer(tmp_path).vocab_size == cfg.vocab_size
+
+
+def test_shards_with_an_index_are_read(tmp_path):
+    model = build(UNTIED)
+    save_folder(tmp_path, model, UNTIED)
+    names = list(model.state_dict())
+    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({n: p for n, p in model.state_dict().items() if where[n] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (tmp_path / "model.safetensors").unlink()
+    _, state = load_folder(tmp_path)
+    assert all(torch.equal(state[name], p) for name, p in model.state_dict().items())
+
+
+def test_wrapper_prefixes_are_never_exported(tmp_path):
+    model = build(TIED)
+    wrapped = {name.replace("layers.0.", "layers.0._orig_mod._fsdp_wrapped_module."): p
+               for name, p in model.state_dict().items()}
+    save_folder(tmp_path, wrapped, TIED)
+    assert set(load_file(tmp_path / "model.safetensors")) == set(model.state_dict())
+
+
+def break_file(path, change):
+    state = load_file(path / "model.safetensors")
+    change(state)
+    save_file(state, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("change, names", [
+    (lambda s: s.pop("model.norm.weight"), r"missing model\.norm\.weight"),
+    (lambda s: s.update(extra=torch.zeros(1)), "unexpected extra"),
+    (lambda s: s.update({"model.norm.weight": torch.zeros(3)}), r"norm\.weight is \(3,\), expected \(8,\)"),
+    (lambda s: s.update({"lm_head.weight": torch.zeros(12, 8)}), "lm_head.weight differs"),
+])
+def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, names):
+    save_folder(tmp_path, build(TIED), TIED)
+    break_file(tmp_path, change)
+    with pytest.raises(ValueError, match=names):
+        load_folder(tmp_path)
+
+
+def test_a_tied_head_that_was_written_out_is_accepted(tmp_path):
+    save_folder(tmp_path, build(TIED), TIED)
+    break_file(tmp_path, lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"].clone()}))
+    assert "lm_head.weight" not in load_folder(tmp_path)[1]
+
+
+def test_an_untied_head_that_is_missing_is_named(tmp_path):
+    save_folder(tmp_path, build(UNTIED), UNTIED)
+    break_file(tmp_path, lambda s: s.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match="missing lm_head.weight"):
+        load_folder(tmp_path)
+
+
+def test_save_refuses_weights_of_another_model(tmp_path):
+    with pytest.raises(ValueError, match="missing lm_head.weight"):
+        save_folder(tmp_path, build(TIED), replace(TIED, tie_embeddings=False))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checksum_is_the_weighted_sum_of_the_bits_modulo_2_to_the_64(dtype):
+    raw = torch.randint(0, 256, (7 * dtype.itemsize,), dtype=torch.uint8)
+    size = dtype.itemsize
+    unsigned = size == 1
+    bits = [int.from_bytes(raw[i * size:(i + 1) * size].numpy().tobytes(), "little", signed=not unsigned)
+            for i in range(7)]
+    expected = sum(b * (2 * i + 1) for i, b in enumerate(bits)) % 2**64
+    assert checksum(raw.view(dtype)) % 2**64 == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), n=st.integers(2, 50), data=st.data())
+def test_checksum_sees_one_changed_element_and_one_swap(seed, n, data):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
+    i, j = data.draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=2, unique=True))
+    bit = data.draw(st.integers(0, 31))
+    flipped, swapped = x.clone(), x.clone()
+    flipped.view(torch.int32)[i] ^= (1 << bit) if bit < 31 else -(1 << 31)
+    swapped[[i, j]] = x[[j, i]]
+    assert checksum(flipped) != checksum(x)
+    assert checksum(swapped) != checksum(x)
+
+
+def test_checksum_does_not_depend_on_strides_chunks_or_the_container(monkeypatch):
+    x = torch.randn(6, 50)
+    whole = checksum(x)
+    assert checksum(x.T.contiguous().T) == whole
+    array = x.numpy().copy()
+    array.flags.writeable = False
+    assert checksum(array) == whole
+    monkeypatch.setattr("models.weights.CHUNK", 7)
+    assert checksum(x) == whole
+    assert checksums({"x": x, "y": np.zeros(3, np.float32)}) == {"x": whole, "y": 0}

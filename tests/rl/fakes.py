@@ -1,0 +1,164 @@
+"""Stand-ins for the actors, in this process: they take time, fail and lie on demand. The loop under test is real."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from experiments.genrm_grpo import CONFIG
+from rl.batch import GroupTokens
+from rl.config import Checkpoint, Config, Log
+from rl.data import Stream
+from rl.display import Display
+from rl.engines.base import EngineStats, UpdateReport
+from rl.log import RunLog
+from rl.loop import Loop
+from rl.roles import Local, Pool, Roles, TrainerGroup
+from rl.sync import Manifest
+from rl.types import Completion, Prompt, SampleMeta, Score, Verdict
+
+
+def small(steps=6, prompts=3, samples=2, **sections) -> Config:
+    return replace(
+        CONFIG,
+        trainer=replace(CONFIG.trainer, steps=steps, prompts=prompts),
+        sampler=replace(CONFIG.sampler, samples=samples),
+        checkpoint=Checkpoint(every=0),
+        log=Log(wandb="disabled"),
+        **sections,
+    )
+
+
+@dataclass
+class FakeSampler:
+    delay: Callable[[int], float] = lambda call: 0.0  # seconds of the n-th group
+    version: int = 0
+    calls: int = 0
+    finished: int = 0
+    aborted: set[str] = field(default_factory=set)
+    corrupt_at: int = -1  # version at which it loses a tensor
+
+    async def start(self) -> None: ...
+
+    async def generate(self, prompt_ids, seeds, request_id):
+        self.calls += 1
+        first, left = self.version, self.delay(self.calls)
+        while left > 0 and request_id not in self.aborted:
+            await asyncio.sleep(min(0.005, left))
+            left -= 0.005
+        self.finished += 1
+        finish = "abort" if request_id in self.aborted else "stop"
+        versions = np.array([first, self.version], np.int32)
+        sample = Completion(tokens=np.array([1, 2]), logps=np.zeros(2), versions=versions, finish=finish)
+        meta = SampleMeta(text="x", n_tokens=2, finish=finish, version_min=first, version_max=self.version)
+        return [meta] * len(seeds), GroupTokens(np.array(prompt_ids), (sample,) * len(seeds))
+
+    async def update(self, version, weights, mode):
+        self.version = version
+        sums = {"a": weights["a"] + (version == self.corrupt_at)}
+        return UpdateReport(version=version, checksums=sums, probe=(0.0,))
+
+    async def abort(self, request_id):
+        self.aborted.add(request_id)
+        return 1
+
+    async def stats(self):
+        return EngineStats(
+            version=self.version, running=0, waiting=0, sampled_tokens=0, prompt_tokens=0, busy_s=0.0, wall_s=1.0
+        )
+
+    async def stop(self) -> None: ...
+
+
+@dataclass
+class FakeTrainer:
+    """Records what it was given to train: ages of all tokens, and every lesson."""
+
+    max_age: int
+    delay: float = 0.0
+    version: int = 0
+    ages: list[int] = field(default_factory=list)
+    lessons: list = field(default_factory=list)
+
+    async def rendezvous(self):
+        return "127.0.0.1", 0
+
+    async def start(self, host, port) -> None: ...
+
+    async def load(self, path, version):
+        self.version = version
+
+    async def step(self, errand, *arrays):
+        await asyncio.sleep(self.delay)
+        for group in arrays:
+            for sample in group.samples:
+                ages = self.version - sample.versions
+                assert 0 <= ages.min() and ages.max() <= self.max_age, "a token older than the bound was trained"
+                self.ages += ages.tolist()
+        self.lessons += errand.lessons
+        self.version += 1
+        return {"loss/total": 0.0}
+
+    async def publish(self):
+        weights = {"a": 100 + self.version}
+        return Manifest(version=self.version, checksums=weights, probe=(0.0,)), weights
+
+    async def save(self, path):
+        (Path(path) / "weights").write_text(str(self.version))
+
+    async def stop(self) -> None: ...
+
+
+@dataclass
+class FakeJudge:
+    """verdict(call, answer) says what becomes of each answer; it may raise."""
+
+    verdict: Callable[[int, int], Verdict] = lambda call, i: Verdict(outcome=Score(float(i % 2)))
+    delay: float = 0.0
+    calls: int = 0
+
+    async def start(self) -> None: ...
+
+    async def judge(self, prompt, texts, seeds):
+        self.calls += 1
+        call = self.calls
+        await asyncio.sleep(self.delay)
+        return [self.verdict(call, i) for i in range(len(texts))]
+
+    async def stats(self):
+        return await FakeSampler().stats()
+
+    async def stop(self) -> None: ...
+
+
+def make_loop(folder: Path, cfg: Config, sampler=None, trainer=None, judge=None, **state) -> Loop:
+    sampler, trainer = sampler or FakeSampler(), trainer or FakeTrainer(cfg.staleness.max_age)
+    roles = Roles(
+        trainer=TrainerGroup([Local("trainer-0", trainer)]),
+        sampler=Pool([Local("sampler-0", sampler)]),
+        judge=Pool([Local("judge-0", judge or FakeJudge())]),
+    )
+    prompts = [Prompt(ids=(i,), text=str(i), answer="x") for i in range(10)]
+    return Loop(
+        cfg=cfg,
+        roles=roles,
+        stream=Stream(prompts, seed=0),
+        held_out=prompts[:2],
+        log=RunLog(folder, cfg),
+        show=Display(cfg.trainer.steps, console=Console(file=io.StringIO())),
+        **state,
+    )
+
+
+def finish(loop: Loop, seconds: float = 30.0) -> dict:
+    async def bounded():
+        async with asyncio.timeout(seconds):
+            return await loop.run()
+
+    return asyncio.run(bounded())

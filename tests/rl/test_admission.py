@@ -1,0 +1,55 @@
+import pytest
+
+from rl.admission import Ready, form_batch, room
+
+
+def admit(**changes):
+    return room(
+        **{"trained": 0, "live": 0, "version": 0, "max_age": 2, "prompts": 4, "steps": 100, **changes}
+    )
+
+
+def test_room_is_eta_plus_version_plus_one_batches():
+    assert admit() == 12
+    assert admit(version=3, trained=12, live=8) == 4
+    assert admit(live=12) == 0 and admit(live=13) == 0
+
+
+def test_eta_zero_admits_exactly_one_batch_per_version():
+    assert admit(max_age=0) == 4
+    assert admit(max_age=0, trained=4, live=0, version=0) == 0  # the weights of step 1 are not served yet
+    assert admit(max_age=0, trained=4, live=0, version=1) == 4
+
+
+def test_no_more_is_admitted_than_the_run_can_train():
+    assert admit(version=98, trained=392, live=4, steps=100) == 4
+
+
+def form(ready, unready=(), **changes):
+    return form_batch(ready, unready, **{"version": 7, "max_age": 2, "prompts": 2, "late": "drop", **changes})
+
+
+def test_o066_age_between_zero_and_eta_is_trained_older_is_dropped_future_is_an_error():
+    formed = form([Ready(i, v) for i, v in enumerate([4, 5, 6, 7])], prompts=3)
+    assert formed.take == (1, 2, 3) and formed.stale == (0,)
+    with pytest.raises(ValueError, match="version 8"):
+        form([Ready(0, 8)])
+
+
+def test_oldest_prompts_first():
+    assert form([Ready(9, 7), Ready(3, 7), Ready(5, 7)]).take == (3, 5)
+
+
+def test_no_batch_before_it_is_full():
+    assert form([Ready(0, 7)]).take == ()
+
+
+def test_late_wait_overtakes_nobody():
+    ready = [Ready(1, 7), Ready(2, 7)]
+    assert form(ready, unready={0}).take == (1, 2)
+    assert form(ready, unready={0}, late="wait").take == ()
+    assert form(ready, unready={3}, late="wait").take == (1, 2)
+    assert form([Ready(0, 1), *ready], late="wait") == form_batch(
+        [Ready(0, 1), *ready], (), version=7, max_age=2, prompts=2, late="wait"
+    )
+    assert form([Ready(0, 1), *ready], late="wait").take == ()  # the stale one returns first

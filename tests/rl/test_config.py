@@ -1,0 +1,57 @@
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rl.config
+from experiments.genrm_grpo import CONFIG as GENRM
+from experiments.opd import CONFIG as OPD
+from rl.config import ConfigError, Staleness, Teacher, check, route
+from run import EXPERIMENTS, experiment
+
+
+def refused(config, section, match, **values):
+    changed = replace(config, **{section: replace(getattr(config, section), **values)})
+    with pytest.raises(ConfigError, match=match):
+        check(changed)
+
+
+def test_every_experiment_is_sound():
+    names = [p.stem for p in EXPERIMENTS.glob("[!_]*.py")]
+    assert {"genrm_grpo", "rule_grpo", "opd", "genrm_opd", "sync_grpo"} <= set(names)
+    for name in names:
+        check(experiment(name))
+
+
+def test_compositions_that_cannot_mean_what_they_say_are_refused():
+    refused(GENRM, "staleness", r"max_age \(η\) must be >= 0, got -1", max_age=-1)
+    refused(GENRM, "sampler", "group baseline", samples=1)
+    refused(GENRM, "sampler", "can never run", slots=8)
+    refused(GENRM, "sampler", "greedy samples", temperature=0.0)
+    refused(GENRM, "trainer", "a rank without a group never works", prompts=1, ranks=2)
+    refused(GENRM, "reward", "loss.policy needs an advantage", judge=0.0)
+    refused(GENRM, "loss", "there are no teachers", distill=1.0)
+    refused(GENRM, "judge", "judge.lo must be below judge.hi", lo=5.0)
+    refused(OPD, "loss", "nothing to learn from", distill=0.0)
+    refused(OPD, "loss", "acts through the policy term", distill_form="advantage")
+    with pytest.raises(ConfigError, match="two teachers"):
+        check(replace(OPD, teachers={**OPD.teachers, "again": Teacher(keys=("sort",))}))
+
+
+def test_all_faults_are_named_at_once():
+    bad = replace(GENRM, staleness=Staleness(max_age=-1), sampler=replace(GENRM.sampler, samples=1))
+    with pytest.raises(ConfigError) as error:
+        check(bad)
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_routing_is_by_key():
+    assert route(OPD) == {"reverse": "reverser", "sort": "sorter"}
+
+
+def test_the_config_needs_nothing_but_the_standard_library():
+    tree = ast.parse(Path(rl.config.__file__).read_text())
+    imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    assert imported <= {"__future__", "collections.abc", "dataclasses", "typing"}

@@ -1,0 +1,50 @@
+import pytest
+
+from rl.config import Loss
+from rl.lessons import Rated, advantages, make_lessons
+
+
+def rated(rewards, n=3, taught=False):
+    return Rated(n_tokens=(n,) * len(rewards), rewards=tuple(rewards), taught=taught)
+
+
+def test_a_missing_reward_changes_nothing_for_its_group_mates():
+    whole, _ = advantages([rated([1.0, 3.0, 2.0])], Loss())
+    with_gap, _ = advantages([rated([1.0, 3.0, None, 2.0])], Loss())
+    assert [with_gap[0][i] for i in (0, 1, 3)] == whole[0] and with_gap[0][2] == 0.0
+
+
+def test_a_missing_reward_has_no_weight_in_the_policy_term_and_the_others_share_all():
+    (lessons,) = make_lessons([rated([1.0, None, 0.0, 0.0])], Loss(), norm_length=8)
+    assert lessons[1].weight["policy"] == 0.0
+    assert sum(3 * lesson.weight["policy"] for lesson in lessons) == pytest.approx(1.0)
+    assert sum(3 * lesson.weight["kl"] for lesson in lessons) == pytest.approx(1.0)
+
+
+def test_each_term_has_its_own_count():
+    lessons = make_lessons([rated([1.0, 0.0]), rated([None, None], taught=True)], Loss(), norm_length=8)
+    assert lessons[0][0].weight["policy"] == pytest.approx(1 / 6) == lessons[1][0].weight["distill"]
+    assert lessons[1][0].weight["policy"] == 0.0 == lessons[0][0].weight["distill"]
+    assert lessons[0][0].weight["kl"] == pytest.approx(1 / 12)
+
+
+def test_a_teacher_that_acts_through_the_advantage_makes_its_samples_part_of_the_policy_term():
+    loss = Loss(distill=1.0, distill_form="advantage")
+    lessons = make_lessons([rated([1.0, 0.0]), rated([None, None], taught=True)], loss, norm_length=8)
+    assert lessons[1][0].weight["policy"] == pytest.approx(1 / 12) and lessons[1][0].adv == 0.0
+
+
+def test_aggregations_from_global_counts():
+    groups = [Rated(n_tokens=(1, 3), rewards=(1.0, 0.0), taught=False), rated([0.0, 1.0], n=2)]
+    expected = {
+        "token_mean": [[1 / 8, 1 / 8], [1 / 8, 1 / 8]],
+        "seq_mean_token_sum": [[1 / 4, 1 / 4], [1 / 4, 1 / 4]],
+        "seq_mean_token_mean": [[1 / 4, 1 / 12], [1 / 8, 1 / 8]],
+        "constant": [[1 / 40, 1 / 40], [1 / 40, 1 / 40]],
+        "prompt_mean": [[1 / 8, 1 / 8], [1 / 8, 1 / 8]],
+    }
+    for agg, weights in expected.items():
+        lessons = make_lessons(groups, Loss(agg=agg), norm_length=10)  # type: ignore[arg-type]
+        assert [[round(x.weight["policy"], 6) for x in g] for g in lessons] == [
+            [round(w, 6) for w in g] for g in weights
+        ], agg

@@ -1,0 +1,163 @@
+"""The gradient of a step does not depend on how the batch is split, packed or spread over ranks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from experiments.genrm_grpo import CONFIG
+from models.config import ModelConfig
+from models.transformer import Transformer
+from rl.batch import GroupData, GroupTokens, build_micro
+from rl.config import Loss, Teacher
+from rl.lessons import Rated, make_lessons
+from rl.objective import make_objective
+from rl.packing import plan_micros, plan_ranks
+from rl.step import TrainState, learning_rate, make_optimizer, train_step
+from rl.types import Completion, Scores
+
+MODEL = ModelConfig(
+    family="llama", vocab_size=19, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48,
+    max_len=64, tie_embeddings=True, eos_ids=(0,), pad_id=1,
+)  # fmt: skip
+EVERYTHING = replace(
+    CONFIG,
+    loss=Loss(kl=0.1, distill=0.5, agg="seq_mean_token_mean"),
+    teachers={"t": Teacher(keys=("",))},
+)
+RTOL = 2e-5  # of the largest gradient entry, float32: only the order of sums differs
+
+
+def make_groups(n_groups=6, seed=0):
+    """Groups of unequal lengths, with missing rewards, one without a teacher, and one-sample ages."""
+    rng = np.random.default_rng(seed)
+    groups, rated = [], []
+    for g in range(n_groups):
+        samples, teacher = [], []
+        for _ in range(4):
+            n = int(rng.integers(1, 9))
+            samples.append(
+                Completion(
+                    tokens=rng.integers(0, 19, n).astype(np.int32), logps=-rng.random(n).astype(np.float32) * 3,
+                    versions=np.full(n, 3, np.int32), finish="stop",
+                )
+            )  # fmt: skip
+            full = np.log(rng.dirichlet(np.ones(19), n)).astype(np.float32)
+            teacher.append(Scores(logps=full[:, 0], full=full))
+        rewards = [None if rng.random() < 0.2 else float(rng.integers(0, 6)) / 5 for _ in samples]
+        taught = g != 2
+        rated.append(
+            Rated(n_tokens=tuple(len(s.tokens) for s in samples), rewards=tuple(rewards), taught=taught)
+        )
+        groups.append(
+            (
+                GroupTokens(rng.integers(0, 19, int(rng.integers(2, 7))), tuple(samples)),
+                teacher if taught else None,
+            )
+        )
+    lessons = make_lessons(rated, EVERYTHING.loss, norm_length=8)
+    reference = [[Scores(logps=s.logps - 0.1) for s in tokens.samples] for tokens, _ in groups]
+    return [
+        GroupData(tokens=t, lessons=x, teacher=teach, reference=r)
+        for (t, teach), x, r in zip(groups, lessons, reference, strict=True)
+    ]
+
+
+def fresh_model():
+    model = Transformer(MODEL)
+    model.init_weights(torch.Generator().manual_seed(5))
+    return model
+
+
+def gradients(micros):
+    """Of the whole step, in one process. No clipping, so that .grad is the gradient itself."""
+    cfg = replace(EVERYTHING.trainer, clip_grad=0.0)
+    model = fresh_model()
+    state = TrainState(model=model, optimizer=make_optimizer(model, cfg), version=0)
+    _, metrics = train_step(state, micros, make_objective(EVERYTHING), cfg)
+    return {n: p.grad.clone() for n, p in model.named_parameters()}, metrics
+
+
+def whole(groups):
+    return [
+        build_micro(
+            [(g, s) for g in range(len(groups)) for s in range(4)],
+            dict(enumerate(groups)),
+            torch.device("cpu"),
+        )
+    ]
+
+
+def split(groups, ranks, cap, rank=0, reverse=False):
+    lengths = [[len(d.tokens.prompt_ids) + len(s.tokens) for s in d.tokens.samples] for d in groups]
+    owners = plan_ranks(lengths, ranks)
+    micros = plan_micros(lengths, owners, cap)[rank]
+    mine = {g: groups[g] for g in owners[rank]}
+    return [build_micro(m[::-1] if reverse else m, mine, torch.device("cpu")) for m in micros]
+
+
+def assert_same(a, b):
+    for name in a:
+        scale = a[name].abs().max()
+        assert (a[name] - b[name]).abs().max() <= RTOL * scale, name
+
+
+@pytest.mark.parametrize("cap", [16, 40, 1000])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_micro_batches_and_packing_order_do_not_change_the_gradient(cap, reverse):
+    groups = make_groups()
+    expected, metrics = gradients(whole(groups))
+    got, split_metrics = gradients(split(groups, 1, cap, reverse=reverse))
+    assert_same(expected, got)
+    for name, value in metrics.items():
+        assert split_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_an_empty_micro_batch_adds_nothing():
+    groups = make_groups()
+    expected, _ = gradients(whole(groups))
+    got, _ = gradients([*whole(groups), build_micro([], dict(enumerate(groups)), torch.device("cpu"))])
+    assert_same(expected, got)
+
+
+def _rank(rank, folder):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from models.parallelise import parallelise
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    cfg = replace(EVERYTHING.trainer, clip_grad=0.0)
+    model = parallelise(fresh_model(), DeviceMesh("cpu", [0, 1]), compile=False)
+    state = TrainState(model=model, optimizer=make_optimizer(model, cfg), version=0)
+    groups = make_groups(n_groups=5)  # an odd number: the ranks do not have equal work
+    _, metrics = train_step(state, split(groups, 2, 40, rank=rank), make_objective(EVERYTHING), cfg)
+    full = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    if rank == 0:
+        torch.save((full, metrics), f"{folder}/result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_have_the_gradient_and_the_metrics_of_one(tmp_path):
+    expected, metrics = gradients(whole(make_groups(n_groups=5)))
+    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    full, rank_metrics = torch.load(tmp_path / "result")
+    assert_same(expected, full)
+    for name, value in metrics.items():
+        assert rank_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_learning_rate_is_a_function_of_the_version():
+    cfg = replace(CONFIG.trainer, lr=1.0, warmup=4)
+    assert [learning_rate(cfg, v) for v in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_o036_teacher_and_sample_lengths_that_differ_are_an_error():
+    (group,) = make_groups(n_groups=1)
+    cut = [Scores(logps=t.logps[:-1], full=t.full[:-1]) for t in group.teacher]
+    with pytest.raises(ValueError, match="its teacher sent"):
+        build_micro([(0, 0)], {0: replace(group, teacher=cut)}, torch.device("cpu"))
