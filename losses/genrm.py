@@ -10,7 +10,7 @@ status and no score, so its reward is missing: never 0, never a default, never a
     boxed     \boxed{7}
     bracket   [[7]]
     line      a first or last line that is only 7 or 7/10
-    a reader  for replies of several forms: `genrm_free.free`; `genrm_choice.yes_no` and `pairwise`
+    a reader  several forms at once: `free` in genrm_free.py; `yes_no`, `pairwise` and `arena` in genrm_choice.py
 
 Numbers: the sign touches the digit; a thousands comma has exactly three digits behind it, a decimal comma one or two; no
 exponent outside JSON. "8/10" and "8 out of 10" need hi = 10, else scale_mismatch; % needs the scale 0..100; "7-8",
@@ -43,25 +43,16 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One verdict in the text. Only those of the highest rank count: 4 plain, 1 qualified label, 0 an aside."""
+    """One verdict in the text. Those of the highest rank compete: 4 plain, 1 qualified label, 0 an aside."""
 
     pos: int
     judgement: Judgement
     rank: int = 4
 
 
-# A reader gets read(form, name, words), which gives the verdicts of a form under a name (regular expression of a label or
-# tag, JSON keys), and returns those that compete.
-Reader = Callable[[Callable[..., list[Found]]], list[Found]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    lo: float
-    hi: float
-    words: re.Pattern[str] | None  # the verdict is one of these words, which have places on the scale
-    places: Mapping[str, float]
-    open_end: bool  # generation was cut where a number could have gone on
+# read(form, name, words) gives the verdicts of one form; a reader composes several such calls.
+Read = Callable[..., list[Found]]
+_Value = Callable[[str, int], tuple[Judgement, int] | None]
 
 
 # ── The judge's own words: no reasoning, echoes, quotations or emphasis ─────────────────────────────────────
@@ -81,20 +72,14 @@ _QUOTED_VALUE = re.compile(r".\s*(?:[-+.]?[0-9][^:=\[<]{0,24}|\w+)[\s.,]*.")
 _BLOCK_QUOTE = re.compile(r"(?m)^[ \t]*>[^\n]*")
 
 
-def _without_blocks(text: str, names: Sequence[str]) -> str:
-    """Drop <name>…</name>. A second closing tag moves the end of its block there: the first one was forged."""
-    tags = re.compile(rf"<(/?)((?:{'|'.join(map(re.escape, names))})(?:_\w+)?)\s*>", re.I)
-    kept, pos, opened, closed = [], 0, None, None
-    for m in tags.finditer(text):
-        closing, name = m[1], m[2].lower()
-        if not closing and opened is None:
-            opened = name, m.start()
-        elif closing and opened and opened[0] == name:
-            kept.append(text[pos : opened[1]])
-            pos, opened, closed = m.end(), None, name
-        elif closing and opened is None and closed == name:
-            pos = m.end()
-    return "\n".join([*kept, text[pos:]])
+def _without_blocks(text: str, *names: str) -> str:
+    """Drop what lies between the first <name…> and the last </name…>: an inner closing tag may be forged."""
+    for name in names:
+        opened = re.search(rf"<{re.escape(name)}(?:_\w+)?>", text, re.I)
+        closed = [m.span() for m in re.finditer(rf"</{re.escape(name)}(?:_\w+)?>", text, re.I)]
+        if opened and closed and opened.end() <= closed[-1][0]:
+            text = text[: opened.start()] + "\n" + text[closed[-1][1] :]
+    return text
 
 
 def _plain(text: str) -> str:
@@ -106,13 +91,11 @@ def _plain(text: str) -> str:
         alone = not re.search(r"\w", before.rpartition("\n")[2] + after.partition("\n")[0])
         return m[1] if alone or not re.search(r"[A-Za-z].*[0-9]", m[1]) else f"\x0e{m[1]}\x0f"
 
-    spanless = _CODE.sub(code, text)
-
     def emphasis(m: re.Match[str]) -> str:
-        between = spanless[m.start() - 1 : m.start()].isdigit() and spanless[m.end() : m.end() + 1].isdigit()
+        between = m.string[m.start() - 1 : m.start()].isdigit() and m.string[m.end() : m.end() + 1].isdigit()
         return "*" if between and m[0] < "\u2000" else ""  # 2*3 must not become 23
 
-    return _EMPHASIS.sub(emphasis, spanless).strip()
+    return _EMPHASIS.sub(emphasis, _CODE.sub(code, text)).strip()
 
 
 def _unquoted(s: str) -> str:
@@ -166,154 +149,70 @@ _VOID = re.compile(
 _CHOICE = re.compile(r"\s*(?:[/|&<>=]|(?:or|and|vs)\b)", re.I)
 
 
-def _bounded(value: float, rules: _Rules, matched: str) -> Judgement:
-    if not math.isfinite(value):
-        return Judgement("non_finite", None, matched)
-    inside = rules.lo <= value <= rules.hi
-    return Judgement("ok", value, matched) if inside else Judgement("out_of_bounds", None, matched)
-
-
 def _float(number: str) -> float:
     return float(re.sub(r",(?=[0-9]{1,2}$)", ".", number).replace(",", ""))
 
 
-def _value(s: str, pos: int, rules: _Rules) -> tuple[Judgement, int] | None:
-    """The value whose opening brackets begin at `pos`, and where it ends; None where there is only prose."""
-    opening = _OPEN.match(s, pos)
-    start = opening.end() if opening else pos
-    if rules.words:
-        if not (m := rules.words.match(s, start)):
+def _bounded(value: float, lo: float, hi: float, matched: str) -> Judgement:
+    if not math.isfinite(value):
+        return Judgement("non_finite", None, matched)
+    return Judgement("ok", value, matched) if lo <= value <= hi else Judgement("out_of_bounds", None, matched)
+
+
+def _numbers(lo: float, hi: float, open_end: bool) -> _Value:
+    """value(s, pos): the number whose opening brackets begin at `pos`, and where it ends; None for prose."""
+
+    def value(s: str, pos: int) -> tuple[Judgement, int] | None:
+        opening = _OPEN.match(s, pos)
+        start = opening.end() if opening else pos
+        if m := _NON_FINITE.match(s, start):
+            return Judgement("non_finite", None, m[0]), m.end()
+        if m := _VOID.match(s, start):
+            return Judgement("no_match", None, m[0]), m.end()
+        if not (m := _NUMBER.match(s, start)):
             return None
-        if _CHOICE.match(s, m.end()):
-            return Judgement("ambiguous", None, m[0]), m.end()
-        score = rules.lo + rules.places[m[1].lower()] * (rules.hi - rules.lo)
-        return Judgement("ok", score, m[0]), m.end()
-    if m := _NON_FINITE.match(s, start):
-        return Judgement("non_finite", None, m[0]), m.end()
-    if m := _VOID.match(s, start):
-        return Judgement("no_match", None, m[0]), m.end()
-    if not (m := _NUMBER.match(s, start)):
-        return None
-    unit = _UNIT.match(s, m.end())
-    end = unit.end() if unit else m.end()
-    out_of = _OUT_OF.match(s, end)
-    end = out_of.end() if out_of else end
-    percent = _PERCENT.match(s, end)
-    status, matched = "ok", s[start : percent.end() if percent else end]
-    if (_GLUED.match(s, end) and not out_of) or s[end : end + 1].isnumeric() or len(m[1]) > 40:
-        status = "no_match"
-    elif _MORE.match(s, end):
-        status = "ambiguous"
-    elif rules.open_end and _UNFINISHED.match(s, end):
-        status = "truncated"
-    elif percent and (rules.lo, rules.hi) != (0, 100):
-        status = "scale_mismatch"
-    elif out_of and _float(next(filter(None, out_of.groups()))) != rules.hi:
-        status = "scale_mismatch"
-    judgement = _bounded(_float(m[1]), rules, matched) if status == "ok" else Judgement(status, None, matched)
-    return judgement, percent.end() if percent else end
+        unit = _UNIT.match(s, m.end())
+        end = unit.end() if unit else m.end()
+        out_of = _OUT_OF.match(s, end)
+        end = out_of.end() if out_of else end
+        percent = _PERCENT.match(s, end)
+        end, after = percent.end() if percent else end, end
+        scale = _float(next(filter(None, out_of.groups()))) if out_of else 100.0 if percent else hi
+        status = "ok"
+        if (_GLUED.match(s, after) and not out_of) or s[after : after + 1].isnumeric() or len(m[1]) > 40:
+            status = "no_match"
+        elif _MORE.match(s, end):
+            status = "ambiguous"
+        elif open_end and _UNFINISHED.match(s, end):
+            status = "truncated"
+        elif scale != hi or (percent and lo != 0):
+            status = "scale_mismatch"
+        if status == "ok":
+            return _bounded(_float(m[1]), lo, hi, s[start:end]), end
+        return Judgement(status, None, s[start:end]), end
+
+    return value
 
 
-def _whole(content: str, rules: _Rules) -> Judgement | None:
+def _words(lo: float, hi: float, places: Mapping[str, float]) -> _Value:
+    """value(s, pos) for verdicts that are words. One capital letter is read in that case only."""
+    longest = sorted(places, key=len, reverse=True)
+    known = "|".join(f"(?-i:{w})" if re.fullmatch("[A-Z]", w) else re.escape(w) for w in longest)
+    noun = r"(?:(?:an?|the|assistant|response|answer|model|candidate|output|option)\s+){0,2}"
+    word = re.compile(rf"{noun}({known})(?![\w-])", re.I)
+    score = {w.lower(): lo + place * (hi - lo) for w, place in places.items()}
+
+    def value(s: str, pos: int) -> tuple[Judgement, int] | None:
+        opening = _OPEN.match(s, pos)
+        if not (m := word.match(s, opening.end() if opening else pos)):
+            return None
+        choice = _CHOICE.match(s, m.end())
+        return Judgement("ambiguous", None, m[0]) if choice else Judgement("ok", score[m[1].lower()], m[0]), m.end()
+
+    return value
+
+
+def _whole(content: str, value: _Value) -> Judgement | None:
     """The value that fills `content` (a tag, a box, a JSON string, a line); None if it holds anything else."""
-    read = _value(content, 0, rules) if len(content) < 200 else None
-    return read[0] if read and not content[read[1] :].strip(" \t\r\n.!。") else None
-
-
-# ── The forms: every verdict of one form, by position ───────────────────────────────────────────────────────
-
-_BENIGN = set(
-    "final overall total my the a an your this its his our is so thus hence therefore and with as be at give given gives"
-    " giving say assign assigned numeric numerical aggregate combined composite weighted global holistic average mean new"
-    " revised updated corrected adjusted judge evaluation assessment answer response solution official".split()
-)
-_DISOWNED = set(
-    "preliminary tentative draft initial previous prior old former first confidence max maximum min minimum perfect"
-    " possible full self candidate student reference baseline example sample expected claimed requested".split()
-)
-_BEFORE = re.compile(r"([^\W\d_]+)(?:['’]s)?[ \t-]+$|([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]+)$")
-_BENIGN_CJK = re.compile(r"(?:最终|最終|综合|綜合|総合|总体?|總|整体|最后|的|给出?|为|최종|종합|총)$")
-_LIST_ITEM = re.compile(r"[ \t]*\n\s*[0-9]+[.)]\s+\S")
-_ASIDE = re.compile(r"\([^()\n]*\)|\x0e[^\x0f\n]*\x0f")
-_SCALED = r"\s*(?:(?:\(([^()\n]{0,40})\)|(out\s+of\s+[0-9.]+))\s*)?"  # "Score (1-10):", "Score out of 10:"
-_SCALE = re.compile(r"(?:/|out\s+of|max\w*:?|[-–~]|to|满分)\s*([0-9][0-9.]*)\D*$", re.I)
-
-
-def _label(label: str) -> str:
-    """The declared label as a pattern: any space around its colon, and "=" will do for the colon."""
-    label = _plain(label)
-    core = label.rstrip(":= ") or label
-    edge = "(?<![A-Za-z'’])" if core[0].isalpha() else "(?<![0-9])" if core[0].isdigit() else ""
-    separator = "[:=]" if core != label else "[:=]?" if core[-1] in ")]}>" else r"(?:[:=]|(?=\s*[-+.0-9\[(]))"
-    return edge + r"\s+".join(map(re.escape, core.split())) + _SCALED + separator
-
-
-def _rank(s: str, pos: int) -> int | None:
-    """Of a label at `pos`, by the word before it; None where it is not the verdict's."""
-    m = _BEFORE.search(s[max(0, pos - 30) : pos].rpartition("\n")[2])
-    if not m:
-        return 4
-    if m[2]:
-        return 4 if _BENIGN_CJK.search(m[2]) else 1
-    word = m[1].lower()
-    return None if word in _DISOWNED else 4 if word in _BENIGN else 1
-
-
-def _labelled(s: str, label: str, rules: _Rules) -> list[Found]:
-    found, asides = [], [m.span() for m in _ASIDE.finditer(s)][::-1]
-    for m in re.finditer(label, s, re.I | re.M):
-        while asides and asides[-1][1] <= m.start():
-            asides.pop()
-        rank = 0 if asides and asides[-1][0] < m.start() else _rank(s, m.start())
-        if rank is None or _LIST_ITEM.match(s, m.end()):
-            continue
-        if read := _value(s, m.end(), rules):
-            judgement, scale = read[0], _SCALE.search("".join(filter(None, m.groups())))
-            if scale and judgement.status == "ok" and _float(scale[1]) != rules.hi:
-                judgement = Judgement("scale_mismatch", None, judgement.matched)
-            found.append(Found(m.start(), judgement, rank))
-        elif not s[m.end() : m.end() + 8].strip(" \n\"'([{<$"):
-            found.append(Found(m.start(), Judgement("truncated", None, m[0]), rank))
-    return found
-
-
-_BRACE = re.compile(r"[{}]")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_LATEX = re.compile(r"\\(?:text|math|operatorname|displaystyle)[a-z]*|\\[,;!: ]|[{}$~]")
-_INNER_LABEL = re.compile(r"\s*[^\W\d_]{1,20}(?:\s+[^\W\d_]{1,20})?\s*[:=]")
-
-
-def _filled(pos: int, content: str, rules: _Rules) -> Found:
-    label = _INNER_LABEL.match(content)
-    judgement = _whole(content[label.end() if label else 0 :], rules)
-    return Found(pos, judgement or Judgement("no_match", None, content[:80]))
-
-
-def _boxed(s: str, name: str, rules: _Rules) -> list[Found]:
-    found, pos, box = [], 0, re.compile(r"\\boxed\s*\{")
-    while m := box.search(s, pos):
-        depth, pos = 1, m.end()
-        while depth and (brace := _BRACE.search(s, pos)):
-            depth, pos = depth + (1 if brace[0] == "{" else -1), brace.end()
-        if depth:
-            return [*found, Found(m.start(), Judgement("truncated", None, m[0]))]
-        content = _FRACTION.sub(r"\1/\2", s[m.end() : pos - 1][:200])
-        found.append(_filled(m.start(), _LATEX.sub("", content), rules))
-    return found
-
-
-def _bracketed(s: str, name: str, rules: _Rules) -> list[Found]:
-    read = ((m.start(), _value(s, m.start(), rules)) for m in re.finditer(r"\[\[(?=[^\[\]\n]{1,60}\]\])", s))
-    return [Found(pos, value[0]) for pos, value in read if value]
-
-
-def _tagged(s: str, tag: str, rules: _Rules) -> list[Found]:
-    tags = re.finditer(rf"<(?:{tag})\s*>([^<]*)(</(?:{tag})\s*>)?", s, re.I)
-    cut = Judgement("truncated")
-    return [_filled(m.start(), m[1], rules) if m[2] else Found(m.start(), cut) for m in tags]
-
-
-def _lone(s: str, name: str, rules: _Rules) -> list[Found]:
-    lines = [re.sub(r"</?\w+>", "", line).strip(" \t\r#>|") for line in s.split("\n") if line.strip()]
-    read = [(i, _whole(lines[i], rules)) for i in {0, len(lines) - 1} if lines]
-    return [Found(i, judgement) for i, judgement in read if judgement]
+    read = value(content, 0) if len(content) < 200 else None
+    return read[0] if read and not content[read[1] :].strip(" \t\r\n.!。\"'”’)]}") else None

@@ -42,6 +42,22 @@ def new_folder(cfg: Config) -> Path:
     raise FileExistsError(f"new_folder: {stem} and 999 more exist")
 
 
+def changes(folder: Path, cfg: Config) -> list[str]:
+    """Fields whose value is not the one that the run in `folder` began with: "trainer.lr 0.001 -> 0.0005"."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return []
+    before, now = _flat(json.loads(path.read_text())), _flat(json.loads(json.dumps(to_dict(cfg))))
+    return [f"{k} {before.get(k)} -> {now.get(k)}" for k in now if before.get(k) != now[k]]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in data.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return out
+
+
 class RunLog:
     """Files of one run. Every line is flushed when it is written, so that a kill loses at most the line
     under way."""

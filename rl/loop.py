@@ -87,6 +87,7 @@ class Loop:
 
     async def run(self, resume: str | None = None) -> dict[str, Any]:
         """Everything from starting the actors to the summary's numbers."""
+        first = self.version
         await self._bring_up(resume)
         before = await evaluate(self.cfg, self.roles, self.held_out)
         self.monitor.begin()
@@ -102,7 +103,7 @@ class Loop:
         except ExceptionGroup as group:
             raise _first(group) from None
         after = await evaluate(self.cfg, self.roles, self.held_out)
-        return {"before": before, "after": after, "version": self.version, **self.monitor.totals(self.ledger)}
+        return {"before": before, "after": after, "version": self.version, "steps": self.version - first, **self.monitor.totals(self.ledger)}
 
     async def _bring_up(self, resume: str | None) -> None:
         """All actors start at the same time; then every engine proves that it holds the trainer's weights."""

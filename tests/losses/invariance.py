@@ -55,7 +55,7 @@ def example(seed: int = 0, rows: int = 6, width: int = 9, vocab: int = 5) -> tup
     g = torch.Generator().manual_seed(seed)
     logits, logits_ref = torch.randn(2, rows, width, vocab, generator=g, dtype=torch.float64)
     logp = logits.log_softmax(-1)[..., 0]
-    away = 0.4 * torch.randn(2, rows, width, generator=g, dtype=torch.float64)
+    near = (logp + 0.4 * torch.randn(2, rows, width, generator=g, dtype=torch.float64)).clamp(max=-0.01)
     adv = torch.randn(rows, 1, generator=g, dtype=torch.float64).expand(rows, width).clone()
     adv[0] = 0.0
     length = torch.randint(3, width, (rows,), generator=g)
@@ -66,7 +66,7 @@ def example(seed: int = 0, rows: int = 6, width: int = 9, vocab: int = 5) -> tup
     tokens[~mask] = 0
     tokens[torch.arange(rows), (length - 1).clamp(min=0)] = 0
     inputs = {
-        "logp": logp, "logp_mu": logp + away[0], "logp_ref": logp + away[1], "adv": adv,
+        "logp": logp, "logp_mu": near[0], "logp_ref": near[1], "adv": adv,
         "logits": logits, "logits_ref": logits_ref, "tokens": tokens,
         "selected": torch.rand(rows, width, generator=g) < 0.3,
         "version": torch.where(mask, torch.randint(0, 4, (rows, width), generator=g), 99),

@@ -1,0 +1,178 @@
+"""From a config to a finished run: check, plan, build, start Ray, run the loop, say what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl import checkpoint, plan, summary
+from rl.config import Config, ConfigError, route
+from rl.data import DataError, Row, Stream, make_prompts, read_jsonl
+from rl.display import Display
+from rl.ledger import Ledger
+from rl.log import RunLog, changes, new_folder
+from rl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: anew, or at a checkpoint."""
+
+    folder: Path
+    version: int = 0
+    ledger: Ledger = Ledger()
+    events: int = 0
+    checkpoint: Path | None = None
+
+
+def launch(cfg: Config, *, only_plan: bool, resume: str | None) -> int:
+    """The whole run. Returns the exit code; 0 only if it came to its end. Faults of the user are ConfigError."""
+    began = time.monotonic()
+    with Display(cfg.trainer.steps) as show:
+        try:
+            if cfg.ray.address is None:  # what cannot fit here is said before anything is built
+                plan.make_plan(cfg, [plan.Node("this machine", float(os.cpu_count() or 1))])
+            rows = read_rows(cfg)
+            from rl.objective import describe
+
+            if only_plan:
+                with _nodes(cfg) as nodes:
+                    show.lines("plan", plan.describe(cfg, plan.make_plan(cfg, nodes)))
+                show.lines("objective", describe(cfg))
+                return 0
+            start = find_start(cfg, resume, show)
+            return _launch(cfg, rows, start, show, began)
+        except (plan.PlanError, DataError) as error:
+            raise ConfigError(str(error)) from None
+
+
+def read_rows(cfg: Config) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows), checked for all that can be known without a model."""
+    if cfg.data.file is None:
+        from rl.demo.tasks import make_rows
+
+        train = make_rows(cfg.data.tasks, cfg.data.size, cfg.seed, "train")
+        held_out = make_rows(cfg.data.tasks, cfg.data.held_out, cfg.seed, "held_out")
+    else:
+        rows = read_jsonl(cfg.data.file)
+        if len(rows) <= cfg.data.held_out:
+            raise DataError(f"{cfg.data.file} has {len(rows)} prompts; data.held_out ({cfg.data.held_out}) leaves none")
+        cut = len(rows) - cfg.data.held_out
+        train, held_out = rows[:cut], rows[cut:]
+    served = route(cfg) if cfg.uses_teachers else None
+    for row in (*train, *held_out):
+        if cfg.reward.rule and row.answer is None:
+            raise DataError(f"{row.where}: the prompt has no answer, and reward.rule needs one")
+        if served is not None and row.key not in served:
+            raise DataError(f"{row.where}: key {row.key!r} has no teacher; the teachers serve {sorted(served)}")
+    return train, held_out
+
+
+def find_start(cfg: Config, resume: str | None, show: Display) -> Start:
+    """A new folder, or the newest complete checkpoint of the run to resume ("newest": the latest run of this name)."""
+    if resume is None:
+        return Start(folder=new_folder(cfg))
+    folder = Path(resume)
+    if resume == "newest":
+        runs = sorted(Path(cfg.log.dir).glob(f"{cfg.name}-*"), key=lambda p: p.stat().st_mtime)
+        if not runs:
+            raise ConfigError(f"--resume: no run of {cfg.name} in {cfg.log.dir}")
+        folder = runs[-1]
+    if not folder.is_dir():
+        raise ConfigError(f"--resume: there is no run folder {folder}")
+    for change in changes(folder, cfg):
+        show.note(f"changed since the run began: {change}", "yellow")
+    found = checkpoint.newest(folder, lambda text: show.note(text, "yellow"))
+    if found is None:
+        show.note(f"{folder} has no complete checkpoint: starting it anew", "yellow")
+        return Start(folder=folder)
+    version, ledger, extra = checkpoint.read(found)
+    show.note(f"resuming {folder.name} at step {version}")
+    return Start(folder=folder, version=version, ledger=ledger, events=extra["events"], checkpoint=found)
+
+
+def _launch(
+    cfg: Config, rows: tuple[list[Row], list[Row]], start: Start, show: Display, began: float
+) -> int:
+    from rl.actors.cluster import Casting, cast_roles, cluster, seated, stop_roles
+    from rl.loop import Loop, NothingToTrain
+    from rl.objective import describe
+    from rl.roles import RoleError
+    from rl.sources import load_bundles, resolve
+    from rl.sync import SyncError
+
+    with cluster(cfg) as nodes:
+        placed = plan.make_plan(cfg, nodes)
+        show.lines("plan", plan.describe(cfg, placed))
+        show.lines("objective", describe(cfg))
+        folders = resolve(cfg, show)
+        bundles = load_bundles(cfg, folders, start.checkpoint)
+        prompts, held_out = (_encode(cfg, part, bundles) for part in rows)
+        log = RunLog(
+            start.folder, cfg, resumed_at=start.version if start.checkpoint else None, events=start.events
+        )
+        run_id = start.folder.name
+        try:
+            with seated(placed, run_id, cfg.deadlines.start) as group:
+                roles = cast_roles(cfg, bundles, Casting(run_id, group, placed), start.version)
+                loop = Loop(
+                    cfg=cfg, roles=roles, stream=Stream(prompts, cfg.seed, cfg.data.shuffle), held_out=held_out,
+                    log=log, show=show, version=start.version, ledger=start.ledger,
+                )  # fmt: skip
+                show.note(f"starting {len(placed.seats)} actors; the run's files: {start.folder}")
+                result = asyncio.run(_until_done(loop, str(start.checkpoint) if start.checkpoint else None))
+                asyncio.run(stop_roles(roles))
+        except (RoleError, SyncError, NothingToTrain) as error:
+            show.end_live()
+            show.note(f"the run ended at step {loop.version}: {error}", "bold red")
+            if cfg.checkpoint.every:
+                show.note(f"continue with --exp {cfg.name} --resume {start.folder}")
+            return 1
+        finally:
+            log.close()
+    show.end_live()
+    result["seconds"] = time.monotonic() - began
+    log.summary(result)
+    summary.print_summary(result, cfg, start.folder, show)
+    return 0 if result["version"] == cfg.trainer.steps else 130
+
+
+async def _until_done(loop: Any, resume: str | None) -> dict[str, Any]:
+    """Ctrl-C or SIGTERM ends the run after the step under way, with a checkpoint and a summary."""
+
+    def stop() -> None:
+        loop.stop = True
+        loop.show.note("ending after this step (once more to end at once)", "yellow")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    return await loop.run(resume)
+
+
+def _encode(cfg: Config, rows: list[Row], bundles: Mapping[str, Any]) -> list[Prompt]:
+    policy = bundles["policy"]
+    return make_prompts(
+        rows,
+        policy.tokenizer,
+        needs_answer="reward.rule" if cfg.reward.rule else None,
+        keys=route(cfg) if cfg.uses_teachers else None,
+        max_prompt=min(policy.cfg.max_len, cfg.trainer.micro_tokens) - cfg.sampler.max_tokens,
+    )
+
+
+def _nodes(cfg: Config):
+    from contextlib import nullcontext
+
+    from rl.actors.cluster import cluster
+
+    if cfg.ray.address is not None:
+        return cluster(cfg)
+    return nullcontext([plan.Node("this machine", float(os.cpu_count() or 1))])

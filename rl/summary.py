@@ -1,0 +1,62 @@
+"""What came of a run, as a person reads it at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.config import Config
+from rl.display import Display
+
+
+def print_summary(result: Mapping[str, Any], cfg: Config, folder: Path, show: Display) -> None:
+    """Held-out truth and judge score before and after, where the time went, where the files lie."""
+    before, after = result["before"], result["after"]
+    rows = [
+        [f"{_NAMES.get(name, name)}", f"{before[name]:.3f}", f"{after[name]:.3f}"]
+        for name in after
+        if name in before and name != "prompts"
+    ]
+    show.note("")
+    show.table(f"{after['prompts']:.0f} held-out problems, one sampled answer each", ["", "before", "after"], rows)
+    show.note("")
+    show.lines("where the time went", _time(result))
+    show.lines("groups", _groups(result, cfg))
+    show.lines("files", _files(folder, cfg))
+
+
+_NAMES = {"truth": "ground-truth accuracy", "judge": "judge's score"}
+
+
+def _time(result: Mapping[str, Any]) -> list[str]:
+    idle = ", ".join(f"{name} {100 * share:.0f} %" for name, share in result["idle"].items())
+    stages = ", ".join(f"{name.replace('_', ' ')} {s:.2f} s" for name, s in result["stage_s"].items() if s)
+    return [
+        f"{result['seconds']:.0f} s in all, of which {result['wall_s']:.0f} s for {result['steps']} steps "
+        f"({result['tokens_per_s']:,.0f} tokens/s sampled by policy and judge)",
+        f"idle: {idle}",
+        f"a group's life, on average: {stages}",
+    ]
+
+
+def _groups(result: Mapping[str, Any], cfg: Config) -> list[str]:
+    dropped = ", ".join(f"{n} {reason}" for reason, n in result["dropped"].items()) or "none"
+    lines = [
+        f"{result['trained']} trained of {result['issued']} issued; dropped: {dropped}",
+        f"age of the trained samples: mean {result['age_mean']:.2f}, at most {result['age_max']} (bound {cfg.staleness.max_age})",
+    ]
+    if result["stale_length_ratio"]:
+        lines.append(f"stale groups were {result['stale_length_ratio']:.2f} times as long as the trained ones")
+    if result["judge_outcomes"]:
+        lines.append("judgements: " + ", ".join(f"{n} {kind}" for kind, n in sorted(result["judge_outcomes"].items())))
+    return lines
+
+
+def _files(folder: Path, cfg: Config) -> list[str]:
+    files = [f"{folder}/  metrics.jsonl, samples.jsonl, ledger.jsonl, config.json, summary.json"]
+    if cfg.checkpoint.every:
+        files.append(f"{folder}/checkpoints/  each with policy/, a Hugging Face folder")
+    if cfg.log.wandb != "disabled":
+        files.append(f"{folder}/wandb/  offline runs are sent with: wandb sync {folder}/wandb/*run-*")
+    return files

@@ -1,0 +1,345 @@
+"""Policy losses against naive float64 loops over one row's kept tokens: values, and gradients in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import losses
+from tests.losses.invariance import example
+
+Row = list[float]
+# (logp, logp_mu, adv) of a row's kept tokens -> (L_t, n * d mean(L) / d logp_t)
+Naive = Callable[[Row, Row, Row], tuple[Row, Row]]
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def ratios(lp: Row, mu: Row) -> Row:
+    return [math.exp(a - b) for a, b in zip(lp, mu, strict=True)]
+
+
+def surrogate(r: float, a: float, low: float, high: float) -> tuple[float, float]:
+    """-min(r a, clip(r) a) and its derivative with respect to r."""
+    if r * a <= clip(r, low, high) * a:
+        return -r * a, -a
+    return -clip(r, low, high) * a, 0.0
+
+
+def grpo(low: float, high: float, dual: float = math.inf) -> Naive:
+    def naive(lp: Row, mu: Row, adv: Row) -> tuple[Row, Row]:
+        value, grad = [], []
+        for r, a in zip(ratios(lp, mu), adv, strict=True):
+            v, dr = surrogate(r, a, 1 - low, 1 + high)
+            if a < 0 and v > -dual * a:
+                v, dr = -dual * a, 0.0
+            value.append(v)
+            grad.append(dr * r)
+        return value, grad
+
+    return naive
+
+
+def gspo(low: float, high: float) -> Naive:
+    def naive(lp: Row, mu: Row, adv: Row) -> tuple[Row, Row]:
+        s = math.exp(sum(a - b for a, b in zip(lp, mu, strict=True)) / len(lp))
+        both = [surrogate(s, a, 1 - low, 1 + high) for a in adv]
+        return [v for v, _ in both], [ds * s for _, ds in both]
+
+    return naive
+
+
+def gmpo(low: float, high: float) -> Naive:
+    def naive(lp: Row, mu: Row, adv: Row) -> tuple[Row, Row]:
+        d = [a - b for a, b in zip(lp, mu, strict=True)]
+        held = [min(x, high) if a > 0 else max(x, -low) for x, a in zip(d, adv, strict=True)]
+        s = math.exp(sum(held) / len(d))
+        return [-a * s for a in adv], [-a * s * (h == x) for a, h, x in zip(adv, held, d, strict=True)]
+
+    return naive
+
+
+def weighted(weight: Callable[[Row, Row], Row]) -> Naive:
+    """L = -w A logp with a constant w."""
+
+    def naive(lp: Row, mu: Row, adv: Row) -> tuple[Row, Row]:
+        w = weight(ratios(lp, mu), adv)
+        return [-x * a * p for x, a, p in zip(w, adv, lp, strict=True)], [-x * a for x, a in zip(w, adv, strict=True)]
+
+    return naive
+
+
+def sapo(lp: Row, mu: Row, adv: Row) -> tuple[Row, Row]:
+    value, grad = [], []
+    for r, a in zip(ratios(lp, mu), adv, strict=True):
+        tau = 1.0 if a > 0 else 1.05
+        p = 1 / (1 + math.exp(-tau * (r - 1)))
+        value.append(-4 / tau * p * a)
+        grad.append(-4 * p * (1 - p) * r * a)
+    return value, grad
+
+
+def dppo(kind: str, limit: float) -> Naive:
+    def naive(lp: Row, mu: Row, adv: Row) -> tuple[Row, Row]:
+        value = []
+        for x, y, a in zip(lp, mu, adv, strict=True):
+            p, q = math.exp(x), math.exp(y)
+            d = abs(p - q) if kind == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            away = (a > 0 and p > q) or (a < 0 and p < q)
+            value.append(0.0 if away and d > limit else -p / q * a)
+        return value, value  # d rho / d logp = rho
+
+    return naive
+
+
+def dro(lp: Row, mu: Row, adv: Row) -> tuple[Row, Row]:
+    both = list(zip(lp, mu, adv, strict=True))
+    return [-(a * x - 0.25 * (x - y) ** 2) for x, y, a in both], [-(a - 0.5 * (x - y)) for x, y, a in both]
+
+
+def vespo(r: Row, adv: Row) -> Row:
+    w = math.prod(r)
+    return [w**k * math.exp(lam * (1 - w)) for k, lam in ((2, 3) if a >= 0 else (3, 2) for a in adv)]
+
+
+CASES: list[tuple[Callable[..., Any], dict[str, Any], Naive]] = [
+    (losses.reinforce_loss, {}, weighted(lambda r, adv: [1.0] * len(r))),
+    (losses.grpo_loss, {}, grpo(0.2, 0.28)),
+    (losses.grpo_loss, {"eps_low": 0.1, "eps_high": 0.1, "dual_clip": 1.3}, grpo(0.1, 0.1, 1.3)),
+    (losses.gspo_loss, {"eps_low": 0.02, "eps_high": 0.03}, gspo(0.02, 0.03)),
+    (losses.gspo_token_loss, {"eps_low": 0.02, "eps_high": 0.03}, gspo(0.02, 0.03)),
+    (losses.gmpo_loss, {"eps_low": 0.2, "eps_high": 0.3}, gmpo(0.2, 0.3)),
+    (losses.cispo_loss, {"cap": 1.3, "floor": 0.7}, weighted(lambda r, adv: [clip(x, 0.7, 1.3) for x in r])),
+    (losses.aipo_loss, {"cap": 1.3}, weighted(lambda r, adv: [min(x, 1.3) for x in r])),
+    (losses.sapo_loss, {}, sapo),
+    (losses.dppo_loss, {"limit_low": 0.05, "limit_high": 0.05}, dppo("tv", 0.05)),
+    (losses.dppo_loss, {"divergence": "kl", "limit_low": 0.01, "limit_high": 0.01}, dppo("kl", 0.01)),
+    (losses.topr_loss, {}, weighted(lambda r, adv: [1.0 if a > 0 else min(math.prod(r), 1.0) for a in adv])),
+    (losses.dro_loss, {"beta": 0.5}, dro),
+    (losses.vespo_loss, {}, weighted(vespo)),
+]
+
+
+@pytest.mark.parametrize(("fn", "kw", "naive"), CASES, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_value_and_gradient_are_those_of_a_naive_loop(fn: Any, kw: dict[str, Any], naive: Naive, seed: int) -> None:
+    x, mask = example(seed)
+    logp = x["logp"].clone().requires_grad_()
+    value, _ = fn(logp, x["logp_mu"], x["adv"], mask, **kw)
+    totals = {"total_tokens": int(mask.sum()), "total_rows": int(mask.any(1).sum())}
+    weight = mask / mask.sum(1, keepdim=True).clamp(min=1) / totals["total_rows"]
+    (grad,) = torch.autograd.grad((weight * value).sum(), logp)
+    acted = 0
+    for i in range(mask.shape[0]):
+        t = mask[i].nonzero().flatten().tolist()
+        if not t:
+            continue
+        want, want_grad = naive(*(x[k][i, t].tolist() for k in ("logp", "logp_mu", "adv")))
+        torch.testing.assert_close(value[i, t].tolist(), want)
+        torch.testing.assert_close((grad[i, t] * len(t) * totals["total_rows"]).tolist(), want_grad)
+        acted += sum(g == 0 for g, a in zip(want_grad, x["adv"][i, t].tolist(), strict=True) if a)
+    clips = fn in (losses.grpo_loss, losses.gspo_loss, losses.gspo_token_loss, losses.gmpo_loss, losses.dppo_loss)
+    assert acted > 0 if clips else acted == 0  # the example reaches what it should test
+
+
+@pytest.mark.parametrize(
+    ("fn", "kw"),
+    [(fn, kw) for fn, kw, _ in CASES if fn not in (losses.sapo_loss, losses.dro_loss)],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_on_policy_gradient_is_reinforce(fn: Any, kw: dict[str, Any]) -> None:
+    x, mask = example()
+    logp = x["logp"].clone().requires_grad_()
+    weight = losses.token_weight(mask, agg="seq_mean_token_mean", total_tokens=1, total_rows=5).double()
+    value, aux = fn(logp, x["logp"], x["adv"], mask, **kw)
+    (grad,) = torch.autograd.grad((weight * value).sum(), logp)
+    torch.testing.assert_close(grad, torch.where(mask, -weight * x["adv"], 0.0))
+    assert not any(aux[k].any() for k in aux if k.startswith("clipped"))
+
+
+def test_sapo_on_policy_gradient_is_reinforce_and_its_value_is_not() -> None:
+    x, mask = example()
+    logp = x["logp"].clone().requires_grad_()
+    value, _ = losses.sapo_loss(logp, x["logp"], x["adv"], mask)
+    (grad,) = torch.autograd.grad(value.sum(), logp)
+    torch.testing.assert_close(grad, torch.where(mask, -x["adv"], 0.0))
+    tau = torch.where(x["adv"] > 0, 1.0, 1.05).double()
+    torch.testing.assert_close(value, torch.where(mask, -2 * x["adv"] / tau, 0.0))
+
+
+def test_a_ratio_exactly_on_the_clip_still_has_its_whole_gradient() -> None:
+    logp = torch.tensor([1.5, 0.5], dtype=torch.float64).log().requires_grad_()
+    adv, mask = torch.tensor([1.0, -1.0], dtype=torch.float64), torch.ones(2, dtype=torch.bool)
+    rho = logp.detach().exp()  # 1.5 and 0.5, up to rounding; the bounds are set to it
+    value, aux = losses.grpo_loss(logp, logp.detach() * 0, adv, mask, eps_low=0.5, eps_high=0.5)
+    (grad,) = torch.autograd.grad(value.sum(), logp)
+    inside = torch.where(adv > 0, rho <= 1.5, rho >= 0.5)
+    torch.testing.assert_close(grad, torch.where(inside, -rho * adv, 0.0))
+    torch.testing.assert_close(aux["clipped_high"] + aux["clipped_low"], (~inside).double())
+
+
+def test_cispo_without_a_floor_is_aipo_and_aipo_without_a_cap_is_importance_weighted_reinforce() -> None:
+    x, mask = example()
+    args = x["logp"], x["logp_mu"], x["adv"], mask
+    assert torch.equal(losses.cispo_loss(*args, cap=2.0)[0], losses.aipo_loss(*args, cap=2.0)[0])
+    weight, _ = losses.importance_weight(x["logp"] - x["logp_mu"], mask)
+    plain = weight * losses.reinforce_loss(*args)[0]
+    torch.testing.assert_close(losses.aipo_loss(*args, cap=1e9)[0], plain)
+
+
+def test_gspo_token_has_the_value_of_gspo_and_for_one_advantage_a_row_its_gradient() -> None:
+    x, mask = example()
+    weight = losses.token_weight(mask, agg="seq_mean_token_mean", total_tokens=1, total_rows=5)
+    found = []
+    for fn in (losses.gspo_loss, losses.gspo_token_loss):
+        logp = x["logp"].clone().requires_grad_()
+        value, _ = fn(logp, x["logp_mu"], x["adv"], mask, eps_low=0.1, eps_high=0.1)
+        found.append((value.detach(), *torch.autograd.grad((weight * value).sum(), logp)))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_gspo_token_keeps_the_gradient_of_a_token_advantage_on_its_token() -> None:
+    logp = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    adv, mask = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    for fn, want in ((losses.gspo_token_loss, [-1.0, 0.0]), (losses.gspo_loss, [-0.5, -0.5])):
+        (grad,) = torch.autograd.grad(fn(logp, logp.detach(), adv, mask)[0].sum(), logp)
+        assert grad.tolist() == [want]
+
+
+def test_vespo_weight_is_one_on_policy_and_peaks_at_k_over_lambda() -> None:
+    adv, mask = torch.tensor([[1.0], [-1.0]]), torch.ones(2, 1, dtype=torch.bool)
+    weights = []
+    for w in torch.linspace(0.1, 4, 400).tolist():
+        _, aux = losses.vespo_loss(torch.full((2, 1), math.log(w)), torch.zeros(2, 1), adv, mask)
+        weights.append(aux["weight"].flatten())
+    best = torch.stack(weights).argmax(0)
+    torch.testing.assert_close(torch.linspace(0.1, 4, 400)[best], torch.tensor([2 / 3, 3 / 2]), atol=0.01, rtol=0)
+    _, on = losses.vespo_loss(adv * 0, adv * 0, adv, mask)
+    assert on["weight"].tolist() == [[1.0], [1.0]]
+
+
+def test_dro_is_at_rest_where_the_policy_has_moved_by_advantage_over_beta() -> None:
+    adv, mask = torch.tensor([0.6, -0.9]), torch.ones(2, dtype=torch.bool)
+    logp = (torch.tensor([-1.0, -2.0]) + adv / 0.3).requires_grad_()
+    value, _ = losses.dro_loss(logp, torch.tensor([-1.0, -2.0]), adv, mask, beta=0.3)
+    assert torch.autograd.grad(value.sum(), logp)[0].abs().max() < 1e-6
+
+
+def test_dppo_keeps_a_rare_token_that_a_ratio_clip_cuts_and_drops_a_common_one_that_it_keeps() -> None:
+    mask, adv = torch.ones(2, dtype=torch.bool), torch.ones(2)
+    logp, logp_mu = torch.tensor([0.002, 0.95]).log(), torch.tensor([0.001, 0.7]).log()
+    assert losses.grpo_loss(logp, logp_mu, adv, mask, eps_high=0.4)[1]["clipped_high"].tolist() == [1, 0]
+    assert losses.dppo_loss(logp, logp_mu, adv, mask)[1]["clipped_high"].tolist() == [0, 1]
+
+
+def test_dppo_binary_kl_is_finite_for_certain_tokens() -> None:
+    logp = torch.tensor([0.0, -1e-9, -50.0], requires_grad=True)
+    mask, logp_mu = torch.ones(3, dtype=torch.bool), torch.tensor([-2.0, 0.0, 0.0])
+    value, aux = losses.dppo_loss(logp, logp_mu, torch.ones(3), mask, divergence="kl")
+    assert value.isfinite().all() and aux["divergence"].isfinite().all()
+    assert torch.autograd.grad(value.sum(), logp)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("fn", "kw"), [(fn, kw) for fn, kw, _ in CASES], ids=lambda x: getattr(x, "__name__", None))
+def test_log_ratios_of_a_thousand_nats_give_finite_losses_and_gradients(fn: Any, kw: dict[str, Any]) -> None:
+    logp = torch.tensor([[-1e3, -1.0, -1e-6], [-0.5, -1e3, -2.0]], requires_grad=True)
+    logp_mu = torch.tensor([[-1.0, -1e3, -1.0], [-1e3, -0.5, -1e3]])
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for sign in (1.0, -1.0):
+        value, aux = fn(logp, logp_mu, torch.full((2, 1), sign), mask, **kw)
+        (grad,) = torch.autograd.grad(value.sum(), logp)
+        assert value.isfinite().all() and grad.isfinite().all()
+        assert all(a.isfinite().all() for a in aux.values())
+
+
+def test_clip_cov_picks_by_covariance_and_noise_and_silences_its_pick() -> None:
+    g = torch.Generator().manual_seed(0)
+    shape = (20, 50)
+    logp, adv, noise = torch.randn(3, *shape, generator=g, dtype=torch.float64)
+    mask = torch.rand(shape, generator=g) < 0.8
+    noise = torch.rand(shape, generator=g)
+    picked, aux = losses.select_clip_cov(logp, logp, adv, mask, noise, ratio=0.01, cov_low=0.5, cov_high=2.0)
+    n = int(mask.sum())
+    cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean())
+    torch.testing.assert_close(aux["cov"], torch.where(mask, cov, 0.0))
+    candidates = sorted((noise[i, j].item(), i, j) for i, j in (mask & (cov > 0.5) & (cov < 2)).nonzero().tolist())
+    assert sorted((i, j) for _, i, j in candidates[: int(0.01 * n)]) == sorted(map(tuple, picked.nonzero().tolist()))
+
+    leaf = logp.clone().requires_grad_()
+    value, aux = losses.clip_cov_loss(leaf, logp, adv, mask, picked)
+    (grad,) = torch.autograd.grad(value.sum(), leaf)
+    torch.testing.assert_close(grad, torch.where(mask & ~picked, -adv, 0.0))
+    assert aux["selected"].sum() == picked.sum()
+
+
+def test_kl_cov_picks_the_largest_covariances_and_pulls_them_to_the_sampler() -> None:
+    g = torch.Generator().manual_seed(0)
+    logp, logp_mu, adv = torch.randn(3, 300, generator=g, dtype=torch.float64)
+    mask = torch.rand(300, generator=g) < 0.8
+    picked, aux = losses.select_kl_cov(logp, adv, mask, ratio=0.02)
+    k = int(0.02 * int(mask.sum()))
+    top = torch.where(mask, aux["cov"], -torch.inf).topk(k).indices
+    assert set(picked.nonzero().flatten().tolist()) == set(top.tolist())
+
+    leaf = logp.clone().requires_grad_()
+    value, _ = losses.kl_cov_loss(leaf, logp_mu, adv, mask, picked, coef=0.5)
+    (grad,) = torch.autograd.grad(value.sum(), leaf)
+    rho = (logp - logp_mu).exp()
+    pull = torch.where(picked, 0.5 * (logp - logp_mu).sign(), 0.0)
+    torch.testing.assert_close(grad, torch.where(mask, -rho * adv + pull, 0.0))
+
+
+def test_a_covariance_choice_takes_one_token_at_least_if_there_is_one() -> None:
+    adv, mask = torch.tensor([3.0, -3.0, 0.0]), torch.tensor([True, True, False])
+    picked, _ = losses.select_kl_cov(adv, adv, mask)
+    assert int(picked.sum()) == 1
+    assert not losses.select_kl_cov(adv, adv, mask & False)[0].any()
+
+
+def choices(x: dict[str, Tensor], mask: Tensor) -> tuple[Tensor, Tensor]:
+    a, _ = losses.select_clip_cov(x["logp"], x["logp_mu"], x["adv"], mask, x["logits"][..., 0].sigmoid(), cov_low=0.1)
+    b, _ = losses.select_kl_cov(x["logp"], x["adv"], mask, ratio=0.1)
+    return a, b
+
+
+def test_covariance_choices_ignore_what_is_off_mask_and_compile_to_one_graph() -> None:
+    x, mask = example()
+    spoilt = {k: torch.where(mask, v, float("nan")) for k, v in x.items() if k in ("logp", "logp_mu", "adv")}
+    want = choices(x, mask)
+    assert all(torch.equal(a, b) for a, b in zip(want, choices({**x, **spoilt}, mask), strict=True))
+    torch._dynamo.reset()
+    compiled = torch.compile(choices, fullgraph=True, backend="eager")(x, mask)
+    assert all(torch.equal(a, b) for a, b in zip(want, compiled, strict=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda *a: losses.grpo_loss(*a, dual_clip=1.0),
+        lambda *a: losses.cispo_loss(*a, cap=0.5, floor=0.9),
+        lambda *a: losses.aipo_loss(*a, cap=0.0),
+        lambda *a: losses.sapo_loss(*a, tau_neg=0.0),
+        lambda *a: losses.dppo_loss(*a, divergence="js"),
+        lambda *a: losses.topr_loss(*a, cap=-1.0),
+        lambda *a: losses.dro_loss(*a, beta=0.0),
+        lambda *a: losses.gspo_loss(*a, row=torch.zeros(2, dtype=torch.int64)),
+    ],
+)
+def test_arguments_that_cannot_mean_anything_are_refused(call: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError):
+        call(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2, dtype=torch.bool))
+
+
+def test_the_clipped_loss_compiles_with_inductor() -> None:
+    x, mask = example()
+    args = [x[k].float() for k in ("logp", "logp_mu", "adv")]
+    torch._dynamo.reset()
+    value, _ = torch.compile(losses.grpo_loss, fullgraph=True)(*args, mask)
+    torch.testing.assert_close(value, losses.grpo_loss(*args, mask)[0])
