@@ -66,8 +66,9 @@ _NARROW = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0x2212
 _EMPHASIS = re.compile(
     r"[*`]+|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[\u200b-\u200d\u2060\ufeff]+|</?(?:b|strong|em|i|u)>", re.I
 )
-_CODE = re.compile(r"`([^`\n]+)`")
-_QUOTED = re.compile(r'"[^"\n]+"|“[^“”\n]+”|「[^「」\n]+」|『[^『』\n]+』|«[^«»\n]+»')
+_QUOTED = re.compile(
+    r'"[^"\n]+"|“[^“”\n]+”|「[^「」\n]+」|『[^『』\n]+』|«[^«»\n]+»|(?<=\w )`[^`\n]+`|`[^`\n]+`(?= \w)'
+)
 _QUOTED_VALUE = re.compile(r".\s*(?:[-+.]?[0-9][^:=\[<]{0,24}|\w+)[\s.,]*.")
 _BLOCK_QUOTE = re.compile(r"(?m)^[ \t]*>[^\n]*")
 
@@ -83,31 +84,18 @@ def _without_blocks(text: str, *names: str) -> str:
 
 
 def _plain(text: str) -> str:
-    r"""Narrow characters, no emphasis; a code span inside a line of prose goes between \x0e and \x0f: an aside."""
-    text = text.translate(_NARROW)
+    """Narrow characters, no emphasis, nothing quoted; a bare value in quotes and a reply that is all quote stay."""
+    s = text.translate(_NARROW).strip()
 
-    def code(m: re.Match[str]) -> str:
-        before, after = text[max(0, m.start() - 60) : m.start()], text[m.end() : m.end() + 60]
-        alone = not re.search(r"\w", before.rpartition("\n")[2] + after.partition("\n")[0])
-        return m[1] if alone or not re.search(r"[A-Za-z].*[0-9]", m[1]) else f"\x0e{m[1]}\x0f"
+    def mask(m: re.Match[str]) -> str:
+        return m[0] if len(m[0]) == len(s) or _QUOTED_VALUE.fullmatch(m[0]) else "\ufffd"
 
     def emphasis(m: re.Match[str]) -> str:
         between = m.string[m.start() - 1 : m.start()].isdigit() and m.string[m.end() : m.end() + 1].isdigit()
         return "*" if between and m[0] < "\u2000" else ""  # 2*3 must not become 23
 
-    return _EMPHASIS.sub(emphasis, _CODE.sub(code, text)).strip()
-
-
-def _unquoted(s: str) -> str:
-    """Blank, at equal length, what is quoted; a bare value in quotes and a reply that is all quote stay."""
-
-    def mask(m: re.Match[str]) -> str:
-        kept = len(m[0]) == len(s) or _QUOTED_VALUE.fullmatch(m[0])
-        return m[0] if kept else "\ufffd" * len(m[0])
-
-    if _BLOCK_QUOTE.sub("", s).strip():
-        s = _BLOCK_QUOTE.sub(lambda m: "\ufffd" * len(m[0]), s)
-    return _QUOTED.sub(mask, s)
+    quotes = _BLOCK_QUOTE.sub("", s).strip()
+    return _EMPHASIS.sub(emphasis, _QUOTED.sub(mask, quotes or s)).strip()
 
 
 # ── One value: a number with its denominator, or a word ─────────────────────────────────────────────────────
@@ -116,8 +104,8 @@ _NUM = (
     r"[-+]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+|,[0-9]{1,2}(?![0-9]))?|\.[0-9]+)"
 )
 _GAP = r"[^\S\n]*"
-_OPEN = re.compile(r"\s*(?:~~[^~\n]{0,40}~~\s*)?[\"'“‘「『«(\[{$\x0e]*(?:<(?=[0-9.]+>))?\s*")
-_NUMBER = re.compile(rf"({_NUM})[\"'”’」』»)\]}}>$\x0f]*")
+_OPEN = re.compile(r"\s*(?:~~[^~\n]{0,40}~~\s*)?[\"'“‘「『«(\[{$]*(?:<(?=[0-9.]+>))?\s*")
+_NUMBER = re.compile(rf"({_NUM})[\"'”’」』»)\]}}>$]*")
 _UNIT = re.compile(
     rf"{_GAP}(?:points?|pts?|marks?|stars?|puntos?|Punkten?|балл(?:а|ов)?|[分点點점])(?![A-Za-z0-9])", re.I
 )
@@ -216,3 +204,207 @@ def _whole(content: str, value: _Value) -> Judgement | None:
     """The value that fills `content` (a tag, a box, a JSON string, a line); None if it holds anything else."""
     read = value(content, 0) if len(content) < 200 else None
     return read[0] if read and not content[read[1] :].strip(" \t\r\n.!。\"'”’)]}") else None
+
+
+# ── The forms: every verdict of one form, by position ───────────────────────────────────────────────────────
+
+# The words before a label on its line.
+_PLAIN = re.compile(
+    r"(?:^|[^\w\s'’]|\b(?:final|overall|total|numeric(?:al)?|aggregate|combined|weighted|global|average|mean|new|revised"
+    r"|updated|adjusted|my|the|an?|your|this|its|our|is|so|thus|hence|therefore|and|with|give[sn]?|say|assign|answer"
+    r"|response|solution|evaluation|assessment|official)|最[终終]|[综綜]合|総合|总体?|總|整体|最后|的|给出?|최종|종합|총)\s*$",
+    re.I,
+)
+_DISOWNED = re.compile(
+    r"\b(?:preliminary|tentative|draft|initial|previous|prior|old|former|first|confidence|max(?:imum)?|min(?:imum)?|perfect"
+    r"|possible|full|self|candidate|student|reference|baseline|example|sample|expected|claimed|requested)(?:['’]s)?[ \t-]*$",
+    re.I,
+)
+_ASIDE = re.compile(r"\([^()\n]*\)")
+_SCALED = r"\s*(?:(?:\(([^()\n]{0,40})\)|(out\s+of\s+[0-9.]+))\s*)?"  # "Score (1-10):", "Score out of 10:"
+_SCALE = re.compile(r"(?:/|out\s+of|max\w*:?|[-–~]|to|满分)\s*([0-9][0-9.]*)\D*$", re.I)
+_NO_LIST = r"(?![ \t]*\n\s*[0-9]+[.)]\s+\S)"
+
+
+def _label(label: str) -> str:
+    """The declared label as a pattern: any space around its colon, and "=" will do for the colon."""
+    label = _plain(label)
+    core = label.rstrip(":= ") or label
+    edge = "(?<![A-Za-z'’])" if core[0].isalpha() else "(?<![0-9])" if core[0].isdigit() else ""
+    separator = "[:=]" if core != label else "[:=]?" if core[-1] in ")]}>" else r"(?:[:=]|(?=\s*[-+.0-9\[(]))"
+    return edge + r"\s+".join(map(re.escape, core.split())) + _SCALED + separator
+
+
+def _labelled(s: str, label: str, value: _Value) -> list[Found]:
+    found, asides = [], [m.span() for m in _ASIDE.finditer(s)][::-1]
+    for m in re.finditer(label + _NO_LIST, s, re.I | re.M):
+        while asides and asides[-1][1] <= m.start():
+            asides.pop()
+        before = s[max(0, m.start() - 30) : m.start()].rpartition("\n")[2]
+        rank = 0 if asides and asides[-1][0] < m.start() else 4 if not before or _PLAIN.search(before) else 1
+        if _DISOWNED.search(before):
+            continue
+        if read := value(s, m.end()):
+            judgement, scale = read[0], _SCALE.search("".join(filter(None, m.groups())))
+            if scale and judgement.status == "ok" and value(f"0/{scale[1]}", 0)[0].status == "scale_mismatch":
+                judgement = Judgement("scale_mismatch", None, judgement.matched)
+            found.append(Found(m.start(), judgement, rank))
+        elif not s[m.end() : m.end() + 8].strip(" \n\"'([{<$"):
+            found.append(Found(m.start(), Judgement("truncated", None, m[0]), rank))
+    return found
+
+
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_LATEX = re.compile(r"\\(?:text|math|operatorname|displaystyle)[a-z]*|\\[,;!: ]|[{}$~]")
+_INNER_LABEL = re.compile(r"\s*[^\W\d_]{1,20}(?:\s+[^\W\d_]{1,20})?\s*[:=]")
+_BRACED = r"(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*\})*+\})*+"
+
+
+def _closed(s: str, form: str, tag: str, value: _Value) -> list[Found]:
+    pattern = {
+        "tag": rf"<(?:{tag})\s*>([^<]*)(</(?:{tag})\s*>)?",
+        "boxed": rf"\\boxed\s*\{{({_BRACED})(\}})?",
+        "bracket": r"\[\[([^\[\]\n]{1,60})(\]\])",
+    }[form]
+    found = []
+    for m in re.finditer(pattern, s, re.I):
+        content = _LATEX.sub("", _FRACTION.sub(r"\1/\2", m[1][:200]))
+        label = _INNER_LABEL.match(content)
+        judgement = _whole(content[label.end() if label else 0 :], value) if m[2] else Judgement("truncated")
+        unread = Judgement("no_match", None, m[0][:80])
+        found.append(Found(m.start(), judgement or unread, 4 if judgement else 0))
+    return found
+
+
+def _alone(s: str, value: _Value) -> list[Found]:
+    lines = [re.sub(r"</?\w+>", "", line).strip(" \t\r#>|") for line in s.split("\n") if line.strip()]
+    read = [(i, _whole(lines[i], value)) for i in {0, len(lines) - 1} if lines]
+    return [Found(i, judgement) for i, judgement in read if judgement]
+
+
+class _Object(list[tuple[str, Any]]):
+    """A JSON object as pairs, so that a key that occurs twice is seen."""
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_Object, parse_int=float, strict=False)
+_JSON_START = re.compile(r"\{(?=\s*(?:\"|\Z))|\[(?=\s*\{)")
+_BACKSLASH = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')  # a lone one is LaTeX in a string
+
+
+def _json(text: str, keys: Sequence[str], value: _Value, number: Callable[[float], Judgement]) -> list[Found]:
+    text = _BACKSLASH.sub(lambda m: m[0] if len(m[0]) > 1 else r"\\", text).rstrip()
+    found, pos, budget = [], 0, 8 * len(text) + 1000  # characters that failed attempts may read: linear time
+    while budget > 0 and (m := _JSON_START.search(text, pos)):
+        try:
+            decoded, pos = _DECODER.raw_decode(text, m.start())
+        except json.JSONDecodeError as e:
+            if e.pos >= len(text) or e.msg.startswith("Unterminated"):
+                return [*found, Found(m.start(), Judgement("truncated"))]
+            pos, budget = m.end(), budget - (e.pos - m.start()) - 1
+        except RecursionError:
+            return [*found, Found(m.start(), Judgement("no_match"))]
+        else:
+            hits = _shallowest(decoded, keys)
+            read = [number(v) if isinstance(v, float) else _whole(_plain(str(v)), value) for v in hits]
+            agreed = {j or Judgement("no_match") for j in read}
+            if hits:
+                found.append(Found(m.start(), agreed.pop() if len(agreed) == 1 else Judgement("ambiguous")))
+    return found
+
+
+def _shallowest(decoded: Any, keys: Sequence[str]) -> list[Any]:
+    """The plain values under the first of `keys` that occurs at the smallest depth where any does."""
+    level = [decoded]
+    while level:
+        pairs = [pair for node in level if isinstance(node, _Object) for pair in node]
+        for key in keys:
+            if hits := [v for k, v in pairs if k.strip().lower() == key and not isinstance(v, list)]:
+                return hits
+        items = [v for node in level if not isinstance(node, _Object) for v in node]
+        level = [v for v in [*items, *(v for _, v in pairs)] if isinstance(v, list)]
+    return []
+
+
+# ── parse ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def normalise(score: float, lo: float, hi: float) -> float:
+    """(score − lo)/(hi − lo), in [0, 1]. Raises ValueError for a score outside the bounds."""
+    if not lo < hi or not lo <= score <= hi:
+        raise ValueError(f"normalise: expected lo <= score <= hi, lo < hi; got score={score}, lo={lo}, hi={hi}")
+    return (score - lo) / (hi - lo)
+
+
+def parse(
+    text: str | None,
+    *,
+    format: str | Callable[[Read], list[Found]] = "label",
+    label: str = "Score:",
+    lo: float = 0.0,
+    hi: float = 10.0,
+    match: str = "last",
+    finish_reason: str | None = "stop",
+    key: str = "score",
+    tag: str = "score",
+    nonce: str | None = None,
+    words: Mapping[str, float] | None = None,
+    echo: str | None = None,
+    delimiter: str = "candidate",
+) -> Judgement:
+    """Read the verdict in one reply of a judge; the module's docstring has the forms and the grammar of numbers.
+
+    text           what the judge generated, and nothing else
+    lo, hi         the declared scale, inclusive
+    match          the "last" or "first" verdict, or "unique": ambiguous where verdicts differ
+    finish_reason  after "length", "max_tokens" or "abort" a number that ends the text is truncated
+    nonce          a secret per call: the label, key or tag is name_nonce. The only defence against a candidate that
+                   makes the judge repeat a verdict after its own
+    words          verdicts that are words, and their places from 0 (lo) to 1 (hi): {"true": 1, "false": 0}
+    echo           the judge's prompt: verbatim copies of it are not read
+    delimiter      the tag around the candidate in the prompt: such blocks are not read
+
+    Raises ValueError for a wrong argument, never for a text.
+    """
+    names = {"label": label, "json": key, "tag": tag, "boxed": "", "bracket": "", "line": ""}
+    if not callable(format) and format not in names or match not in ("last", "first", "unique"):
+        raise ValueError(f"parse: format must be one of {[*names]} or a reader, match last, first or unique;"
+                         f" got {format!r}, {match!r}")  # fmt: skip
+    if not (math.isfinite(lo) and math.isfinite(hi) and lo < hi):
+        raise ValueError(f"parse: the scale needs finite lo < hi, got lo={lo}, hi={hi}")
+    if nonce and (callable(format) or not names[format]):
+        raise ValueError(f"parse: {format!r} has no name to carry a nonce; use label, json or tag")
+    cut = finish_reason in ("length", "max_tokens", "abort")
+    body = (text or "").replace(echo or "\0", "\n")
+    if _SENTINEL.match(body):
+        return Judgement("error", None, body[:80])
+    body = _REASONED.split(body)[-1]
+    if _REASONING.search(body):
+        return Judgement("truncated")
+    body = _SPECIAL_TOKEN.sub("", _without_blocks(body, delimiter, "reasoning", "analysis", "scratchpad"))
+    if not body.strip():
+        return Judgement("truncated" if cut else "empty")
+    s = _plain(body)
+
+    def read(form: str, name: Any = "", words: Mapping[str, float] | None = words) -> list[Found]:
+        open_end = cut and form in ("label", "line")
+        value = _words(lo, hi, words) if words else _numbers(lo, hi, open_end)
+        if form == "label":
+            return _labelled(s, name, value)
+        if form == "line":
+            return _alone(s, value)
+        if form == "json":
+            return _json(body, name, value, lambda x: _bounded(x, lo, hi, repr(x)))
+        return _closed(s, form, name, value)
+
+    suffix = f"_{nonce}" if nonce else ""
+    if callable(format):
+        found = format(read)
+    else:
+        found = read(format, {"label": _label(label, suffix), "json": (key.lower() + suffix,)}.get(format, re.escape(tag + suffix)))
+    if not found:
+        return Judgement("truncated" if cut else "no_match")
+    top = max(f.rank for f in found)
+    best = sorted((f for f in found if f.rank == top), key=lambda f: f.pos)
+    if len({(f.judgement.status, f.judgement.score) for f in best}) > 1 and (match == "unique" or top < 2):
+        return Judgement("ambiguous", None, best[-1].judgement.matched)
+    return best[0 if match == "first" else -1].judgement

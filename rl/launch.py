@@ -111,34 +111,37 @@ def _launch(
         placed = plan.make_plan(cfg, nodes)
         show.lines("plan", plan.describe(cfg, placed))
         show.lines("objective", describe(cfg))
-        folders = resolve(cfg, show)
-        bundles = load_bundles(cfg, folders, start.checkpoint)
+        bundles = load_bundles(cfg, resolve(cfg, show), start.checkpoint)
         prompts, held_out = (_encode(cfg, part, bundles) for part in rows)
-        log = RunLog(
-            start.folder, cfg, resumed_at=start.version if start.checkpoint else None, events=start.events
-        )
-        run_id = start.folder.name
-        try:
-            with seated(placed, run_id, cfg.deadlines.start) as group:
-                roles = cast_roles(cfg, bundles, Casting(run_id, group, placed), start.version)
-                loop = Loop(
-                    cfg=cfg, roles=roles, stream=Stream(prompts, cfg.seed, cfg.data.shuffle), held_out=held_out,
-                    log=log, show=show, version=start.version, ledger=start.ledger,
-                )  # fmt: skip
-                show.note(f"starting {len(placed.seats)} actors; the run's files: {start.folder}")
+        resumed_at = start.version if start.checkpoint else None
+        with (
+            RunLog(start.folder, cfg, resumed_at=resumed_at, events=start.events) as log,
+            seated(placed, start.folder.name, cfg.deadlines.start) as group,
+        ):
+            casting = Casting(start.folder.name, group, placed)
+            loop = Loop(
+                cfg=cfg,
+                roles=cast_roles(cfg, bundles, casting, start.version),
+                stream=Stream(prompts, cfg.seed, cfg.data.shuffle),
+                held_out=held_out,
+                log=log,
+                show=show,
+                version=start.version,
+                ledger=start.ledger,
+            )
+            show.note(f"starting {len(placed.seats)} actors; the run's files: {start.folder}")
+            try:
                 result = asyncio.run(_until_done(loop, str(start.checkpoint) if start.checkpoint else None))
-                asyncio.run(stop_roles(roles))
-        except (RoleError, SyncError, NothingToTrain) as error:
+            except (RoleError, SyncError, NothingToTrain) as error:
+                show.end_live()
+                show.note(f"the run ended at step {loop.version}: {error}", "bold red")
+                if cfg.checkpoint.every:
+                    show.note(f"go on from its last checkpoint with --exp {cfg.name} --resume {start.folder}")
+                return 1
             show.end_live()
-            show.note(f"the run ended at step {loop.version}: {error}", "bold red")
-            if cfg.checkpoint.every:
-                show.note(f"continue with --exp {cfg.name} --resume {start.folder}")
-            return 1
-        finally:
-            log.close()
-    show.end_live()
-    result["seconds"] = time.monotonic() - began
-    log.summary(result)
+            asyncio.run(stop_roles(loop.roles))
+            result["seconds"] = time.monotonic() - began
+            log.summary(result)
     summary.print_summary(result, cfg, start.folder, show)
     return 0 if result["version"] == cfg.trainer.steps else 130
 

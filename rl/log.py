@@ -98,11 +98,14 @@ class RunLog:
         self._files[name].write(json.dumps(record) + "\n")
         self._files[name].flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
 
 def _keep(path: Path, keep) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rl.loop import Group
 
 POLL_S = 1.0  # seconds between looks at the engines
+RATE_S = 5.0  # seconds over which the throughput is averaged
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Monitor:
     last_step: float = field(default_factory=time.monotonic)
     trainer_busy: float = 0.0
     starved: float = 0.0  # the trainer had no batch
-    tokens: int = 0  # sampled by policy and judge since the last step
+    tokens: deque[tuple[float, int]] = field(default_factory=deque)  # (when, sampled by policy and judge), recent
     outcomes: Counter[str] = field(default_factory=Counter)  # of the judge, since the last step
     all_outcomes: Counter[str] = field(default_factory=Counter)
     dropped_lengths: list[int] = field(default_factory=list)
@@ -86,7 +87,8 @@ class Monitor:
     def saw(self, group: Group) -> None:
         """A group with all its outcomes, trained later or not."""
         n = sum(m.n_tokens for m in group.metas) + sum(v.n_tokens for v in group.verdicts)
-        self.tokens, self.total_tokens = self.tokens + n, self.total_tokens + n
+        self.tokens.append((time.monotonic(), n))
+        self.total_tokens += n
         counted = kinds(v.outcome for v in group.verdicts)
         self.outcomes += counted
         self.all_outcomes += counted
@@ -132,14 +134,19 @@ class Monitor:
             "groups/issued": ledger.issued,
             "groups/trained": ledger.trained,
             **{f"dropped/{reason}": n for reason, n in ledger.dropped.items()},
-            "throughput/tokens_per_s": self.tokens / wall,
+            "throughput/tokens_per_s": self._rate(now),
             "throughput/step_s": wall,
             **{f"idle/{name}": 1 - share for name, share in self.busy.items()},
             "idle/trainer": max(0.0, 1 - self.trainer_busy / (now - self.began)),
             **self._judge(),
         }
-        self.tokens, self.outcomes = 0, Counter()
+        self.outcomes = Counter()
         return values
+
+    def _rate(self, now: float) -> float:
+        while self.tokens and self.tokens[0][0] < now - RATE_S:
+            self.tokens.popleft()
+        return sum(n for _, n in self.tokens) / min(RATE_S, max(1e-9, now - self.began))
 
     def _judge(self) -> dict[str, float]:
         total = self.outcomes.total()

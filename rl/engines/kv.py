@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -14,64 +16,65 @@ from models.transformer import Attend, Transformer
 class KVCache:
     """One slot of `max_len` tokens per running sample, and one more slot for the writes of dummy rows.
 
-    Per layer [slots + 1, max_len, 2 K H]: a token's keys and values lie side by side, a slot's tokens in
-    order, so
-    that one copy per row gathers the first tokens of a slot.
+    Per layer [slots + 1, max_len, 2 K H]: a token's keys and values lie side by side, a slot's tokens in order,
+    so that one copy per row gathers the first tokens of a slot.
     """
 
     def __init__(self, cfg: ModelConfig, slots: int, max_len: int, device: str, dtype: torch.dtype) -> None:
         width = 2 * cfg.n_kv_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
-        self.layers = [
-            torch.zeros(slots + 1, max_len, width, device=device, dtype=dtype) for _ in range(cfg.n_layers)
-        ]
+        self.layers = [torch.zeros(slots + 1, max_len, width, device=device, dtype=dtype)
+                       for _ in range(cfg.n_layers)]
 
-    def decode(self, slots: Tensor, positions: Tensor, length: int) -> Attend:
-        """Attention of one new token per slot at `positions` over its first `length` places, itself
-        included."""
+    def decode(self, slots: Tensor, positions: Tensor, groups: Sequence[tuple[int, int]]) -> Attend:
+        """Attention of one new token per row, at `positions` [R] of `slots` [R], over its slot so far.
+
+        Rows come sorted: of each group (length, count) the next `count` rows see the first `length` places.
+        """
         device = self.layers[0].device
         max_len, width = self.layers[0].shape[1:]
         places = (slots * max_len + positions).to(device)
         slots, positions = slots.to(device), positions.to(device)
-        unseen = torch.arange(length, device=device) > positions[:, None]
-        bias = torch.zeros(unseen.shape, device=device, dtype=self.layers[0].dtype).masked_fill_(
-            unseen, -torch.inf
-        )
+        counts = [count for _, count in groups]
+        parts = []
+        for (length, _), part, position in zip(groups, slots.split(counts), positions.split(counts), strict=True):
+            unseen = torch.arange(length, device=device) > position[:, None]
+            bias = torch.zeros(unseen.shape, device=device, dtype=self.layers[0].dtype)
+            parts.append((length, part, bias.masked_fill_(unseen, -torch.inf)[:, None, None]))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache = self.layers[layer]
-            cache.view(-1, width).index_copy_(0, places, _side_by_side(k, v))
-            rows = cache.view(len(cache), -1)[:, : length * width].index_select(0, slots)
-            keys, values = rearrange(rows, "b (l two k h) -> two b k l h", l=length, two=2, h=self.head_dim)
-            grouped = q.shape[1] != k.shape[1]
-            o = F.scaled_dot_product_attention(
-                q[:, :, None], keys, values, attn_mask=bias[:, None, None], enable_gqa=grouped
-            )
-            return o[:, :, 0]
+            cache.view(-1, width).index_copy_(0, places, side_by_side(k, v).flatten(0, -2))
+            out = []
+            for (length, part, bias), rows in zip(parts, q.flatten(0, -3)[:, :, None].split(counts), strict=True):
+                kv = cache.view(len(cache), -1)[:, : length * width].index_select(0, part)
+                keys, values = rearrange(kv, "b (l two k h) -> two b k l h", l=length, two=2, h=self.head_dim)
+                out.append(F.scaled_dot_product_attention(
+                    rows, keys, values, attn_mask=bias, enable_gqa=rows.shape[1] != keys.shape[1]))
+            return torch.cat(out).view(q.shape)
 
         return attend
 
-    def write(self, slots: Tensor, kv: list[Tensor], rows: Tensor) -> None:
-        """Fill the first places of `slots` [R] with `rows` [R] of what `prefill` kept, [B, L, 2 K H] per
-        layer."""
-        for cache, block in zip(self.layers, kv, strict=True):
-            cache[slots.to(cache.device), : block.shape[1]] = block[rows.to(cache.device)]
+    def write(self, slots: Tensor, kv: Sequence[Tensor]) -> None:
+        """Fill the first L places of `slots` [R] with keys and values [R, L, 2 K H] per layer."""
+        for cache, new in zip(self.layers, kv, strict=True):
+            cache[slots.to(cache.device), : new.shape[1]] = new
 
 
-def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
+def side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    """[..., K, H] twice -> [..., 2 K H]"""
     return torch.cat((k.flatten(-2), v.flatten(-2)), dim=-1)
 
 
 def prefill(model: Transformer, ids: Tensor, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states [B, L, D] of ids [B, L], causal, padded at the end; with `keep` the keys and values
-    per layer."""
+    """Hidden states [R, L, D] of ids [R, L], causal, padded at the end; keys and values per layer with `keep`."""
     kv: list[Tensor] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if keep:
-            kv.append(_side_by_side(k, v))
-        grouped = q.shape[2] != k.shape[2]
+            kv.append(side_by_side(k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
     device = model.head.device

@@ -88,11 +88,13 @@ def test_every_file_is_a_leaf(path: Path) -> None:
     assert "losses" not in roots and not roots & {"rl", "models", "numpy", "transformers"}
 
 
-def test_helpers_that_leaves_repeat_are_one_text() -> None:
+def test_the_helpers_that_policy_kl_and_correction_files_repeat_are_one_text() -> None:
     seen: dict[str, set[str]] = {}
     for path in FILES:
-        for name, body in re.findall(r"^def (_kept|_out|_row_sum)(\(.*?)(?=^def |\Z)", path.read_text(), re.S | re.M):
-            seen.setdefault(name, set()).add(body.strip())
+        if not path.stem.startswith(("distill", "linear", "genrm")):
+            helpers = re.findall(r"^def (_kept|_out|_row_sum)(\(.*?)(?=^def |\Z)", path.read_text(), re.S | re.M)
+            for name, body in helpers:
+                seen.setdefault(name, set()).add(body.strip())
     assert {name: len(texts) for name, texts in seen.items()} == {"_kept": 1, "_out": 1, "_row_sum": 1}
 
 
