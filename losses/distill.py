@@ -205,7 +205,7 @@ def sampled_divergence(
 def _check_kind(kind: str, beta: float, alpha: float) -> None:
     if kind not in KINDS or not 0 <= beta <= 1 or not 0 < alpha < 1:
         raise ValueError(
-            f"divergence: want kind of {KINDS}, beta in [0, 1], alpha in (0, 1), got {kind!r}, {beta}, {alpha}"
+            f"want kind of {KINDS}, beta in [0, 1] and alpha in (0, 1), got {kind!r}, {beta} and {alpha}"
         )
 
 

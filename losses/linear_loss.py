@@ -25,7 +25,7 @@ def separable(loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> Token
     (loss, aux) = loss_fn(*leaves, *args)  ->  (d sum_t token_weight_t loss_t / d leaves, loss, aux)
 
     Row t of the loss may depend on row t of its arguments only. Where token_weight is 0, so are loss and
-    gradient. The caller may compile the result, once: torch.compile(separable(f)) makes two kernels of thirty.
+    gradient. The caller may compile the result, once: torch.compile(separable(f)) makes 2 kernels of 30.
     """
 
     def with_grad(token_weight: Tensor, leaves: tuple[Tensor, ...], *args: Any):
@@ -204,7 +204,7 @@ def rows_torch(
 
     (r (c0 + c1 log r) + gy 1[v = y]) dz/da,   r = exp(z - lse),   (c0, c1, gy) = coef, or (-1, 0, 1)
 
-    y [t]: -1 for no target. lse [t]: if it is known (then the entropy is that of r, and may be wrong).
+    y [t]: -1 for no target. lse [t]: if it is known; the entropy is then not used. May be compiled.
     """
     z, slope = _bend(a, bias, scales)
     lse = z.logsumexp(-1) if lse is None else lse
@@ -213,7 +213,7 @@ def rows_torch(
     if da is not None:
         c0, c1, gy = coef or (-torch.ones_like(lse), torch.zeros_like(lse), torch.ones_like(lse))
         dz = r * (c0[:, None] + c1[:, None] * log_r)
-        dz.scatter_add_(1, y.clamp(min=0)[:, None], torch.where(y >= 0, gy, 0.0)[:, None])
+        dz = dz + gy[:, None] * (torch.arange(a.shape[1], device=a.device) == y[:, None])
         da.copy_(dz * slope)
     return lse, -(r * log_r).sum(-1)
 

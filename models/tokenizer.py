@@ -33,6 +33,9 @@ class Tokenizer:
             if backend.token_to_id(token) is None:
                 raise ValueError(f"Tokenizer: {role} token {token!r} is not in the vocabulary")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self._json, self.special)  # the backend's own pickle forgets encode_special_tokens
+
     @cached_property
     def _parsing(self) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(self._json)
@@ -95,6 +98,10 @@ class Tokenizer:
         names = {f"{role}_token": token for role, token in self.special.items()}
         fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         (folder / "tokenizer_config.json").write_text(json.dumps(fixed | names, indent=2))
+
+
+def _rebuild(json: str, special: dict[str, str]) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(json), **special)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

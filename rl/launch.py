@@ -78,9 +78,9 @@ def find_start(cfg: Config, resume: str | None, show: Display) -> Start:
     """A new folder, or the newest complete checkpoint of the run to resume ("newest": the latest run of this name)."""
     if resume is None:
         return Start(folder=new_folder(cfg))
-    folder = Path(resume)
+    folder = Path(resume).resolve()
     if resume == "newest":
-        runs = sorted(Path(cfg.log.dir).glob(f"{cfg.name}-*"), key=lambda p: p.stat().st_mtime)
+        runs = sorted(Path(cfg.log.dir).resolve().glob(f"{cfg.name}-*"), key=lambda p: p.stat().st_mtime)
         if not runs:
             raise ConfigError(f"--resume: no run of {cfg.name} in {cfg.log.dir}")
         folder = runs[-1]
@@ -113,9 +113,8 @@ def _launch(
         show.lines("objective", describe(cfg))
         bundles = load_bundles(cfg, resolve(cfg, show), start.checkpoint)
         prompts, held_out = (_encode(cfg, part, bundles) for part in rows)
-        resumed_at = start.version if start.checkpoint else None
         with (
-            RunLog(start.folder, cfg, resumed_at=resumed_at, events=start.events) as log,
+            RunLog(start.folder, cfg, version=start.version, events=start.events) as log,
             seated(placed, start.folder.name, cfg.deadlines.start) as group,
         ):
             casting = Casting(start.folder.name, group, placed)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def git_revision(root: Path) -> str | None:
 
 def new_folder(cfg: Config) -> Path:
     """log.dir/name-time, with a number where that exists."""
-    stem = Path(cfg.log.dir) / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = Path(cfg.log.dir).resolve() / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for path in (stem, *(stem.with_name(f"{stem.name}-{i}") for i in range(1, 1000))):
         try:
             path.mkdir(parents=True)
@@ -62,18 +62,17 @@ class RunLog:
     """Files of one run. Every line is flushed when it is written, so that a kill loses at most the line
     under way."""
 
-    def __init__(self, folder: Path, cfg: Config, *, resumed_at: int | None = None, events: int = 0) -> None:
-        """resumed_at: version of the checkpoint that the run goes on from; what was logged after it is cut
-        off."""
-        self.folder, self.resumed = folder, resumed_at is not None
-        if resumed_at is not None:
-            _keep(folder / "metrics.jsonl", lambda i, line: json.loads(line).get("step", 0) <= resumed_at)
-            _keep(folder / "ledger.jsonl", lambda i, line: i < events)
+    def __init__(self, folder: Path, cfg: Config, *, version: int = 0, events: int = 0) -> None:
+        """version, events: how far the run had come at the checkpoint that it goes on from; what was logged after it
+        is cut off."""
+        self.folder, self.events = folder, events
+        _keep(folder / "metrics.jsonl", lambda _, line: line["step"] <= version)
+        _keep(folder / "samples.jsonl", lambda _, line: line["step"] <= version)
+        _keep(folder / "ledger.jsonl", lambda i, _: i < events)
         resolved = {"git": git_revision(Path(__file__).parents[1]), **to_dict(cfg)}
-        name = "config.json" if resumed_at is None else f"config_resumed_{resumed_at:06d}.json"
+        name = f"config_resumed_{version:06d}.json" if (folder / "config.json").exists() else "config.json"
         (folder / name).write_text(json.dumps(resolved, indent=2))
         self._files = {n: (folder / f"{n}.jsonl").open("a") for n in ("metrics", "ledger", "samples")}
-        self.events = events
         self._wandb = _start_wandb(cfg, folder, resolved)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -108,20 +107,12 @@ class RunLog:
             self._wandb.finish()
 
 
-def _keep(path: Path, keep) -> None:
-    if not path.exists():
-        return
-    lines = path.read_text().splitlines()
-    whole = [line for i, line in enumerate(lines) if _is_json(line) and keep(i, line)]
-    path.write_text("".join(line + "\n" for line in whole))
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:  # the line that a kill cut short
-        return False
-    return True
+def _keep(path: Path, wanted: Callable[[int, dict[str, Any]], bool]) -> None:
+    """Rewrite a JSONL file with the lines that are wanted, by number and content; a line that a kill cut short goes."""
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        kept = [line for i, line in enumerate(lines) if wanted(i, json.loads(line))]
+        path.write_text("".join(line + "\n" for line in kept))
 
 
 def wandb_mode(cfg: Config) -> str:

@@ -23,7 +23,7 @@ from rl.ledger import Event, Kind, Ledger, Reason, apply
 from rl.log import RunLog
 from rl.monitor import Monitor
 from rl.rewards import combine
-from rl.roles import Pool, Roles
+from rl.roles import Pool, RoleError, Roles
 from rl.seeds import fold_in
 from rl.types import InfraFail, Outcome, Prompt, SampleMeta, Verdict
 
@@ -87,23 +87,26 @@ class Loop:
 
     async def run(self, resume: str | None = None) -> dict[str, Any]:
         """Everything from starting the actors to the summary's numbers."""
+        try:
+            return await self._run(resume)
+        except ExceptionGroup as group:
+            raise _first(group) from None
+
+    async def _run(self, resume: str | None) -> dict[str, Any]:
         first = self.version
         await self._bring_up(resume)
         before = await evaluate(self.cfg, self.roles, self.held_out)
         self.monitor.begin()
-        try:
-            async with self.tasks:
-                poll = self.tasks.create_task(self.monitor.poll(self.cfg.deadlines.sync))
-                for ordinal in self.ledger.live:  # of a resumed run: what was under way starts again
-                    self._apply(self._event("drop", ordinal, reason="infra", again=True))
-                self._admit()
-                await self._train()
-                for task in (poll, *self.followers):
-                    task.cancel()
-        except ExceptionGroup as group:
-            raise _first(group) from None
+        async with self.tasks:
+            poll = self.tasks.create_task(self.monitor.poll(self.cfg.deadlines.sync))
+            for ordinal in self.ledger.live:  # of a resumed run: what was under way starts again
+                self._apply(self._event("drop", ordinal, reason="infra", again=True))
+            self._admit()
+            await self._train()
+            for task in (poll, *self.followers):
+                task.cancel()
         after = await evaluate(self.cfg, self.roles, self.held_out)
-        return {"before": before, "after": after, "version": self.version, "steps": self.version - first, **self.monitor.totals(self.ledger)}
+        return {"before": before, "after": after, "version": self.version, "steps": self.version - first} | self.monitor.totals(self.ledger)
 
     async def _bring_up(self, resume: str | None) -> None:
         """All actors start at the same time; then every engine proves that it holds the trainer's weights."""
@@ -356,7 +359,11 @@ class Loop:
     async def _save(self) -> None:
         folder = self.log.folder
         aside = checkpoint.begin(folder, self.version)
-        await self.roles.trainer.call("save", lambda rank: (str(aside),), deadline=self.cfg.deadlines.train)
+        trainer = self.roles.trainer
+        await trainer.call("save", lambda rank: (str(aside),), deadline=self.cfg.deadlines.train)
+        unseen = [h.name for rank, h in enumerate(trainer.ranks) if not (aside / f"rank_{rank}").exists()]
+        if unseen:
+            raise RoleError(f"{', '.join(unseen)} cannot write to {aside}: log.dir must be a folder that all nodes share")
         extra = {"events": self.log.events, "seconds": time.monotonic() - self.began}
         checkpoint.commit(folder, self.version, self.ledger, extra, keep=self.cfg.checkpoint.keep)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,8 +53,10 @@ class Remote:
 
 
 def _reason(error: RayActorError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:1] + [line for line in lines[1:] if "exit" in line.lower()][:1])
+    """Ray's first sentence, and where there is one the exit of the process or the error that it ended with."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines() if line.strip()]
+    told = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception)\b|.*\bexit", line, re.IGNORECASE)]
+    return " ".join([lines[0], *told[-1:]])
 
 
 @contextmanager

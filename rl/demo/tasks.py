@@ -22,10 +22,16 @@ HELD_OUT_PERCENT = 10
 _PROBLEM = re.compile(r"(?P<task>[rs])(?P<digits>\d{5})=|a(?P<x>\d\d)\+(?P<y>\d\d)=", re.ASCII)
 
 
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Raises ValueError where there is no task, or one that is not known."""
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown or not tasks:
+        raise ValueError(f"tasks must be some of {', '.join(TASKS)}, got {unknown or 'none'}")
+
+
 def problem(task: str, rng: random.Random) -> tuple[str, str]:
     """Draws a problem of either split: (prompt text, answer), such as ("r52814=", "41825")."""
-    if task not in TASKS:
-        raise ValueError(f"problem: task must be one of {', '.join(TASKS)}, got {task!r}")
+    check_tasks([task])
     if task == "add":
         text = f"a{rng.randrange(100):02d}+{rng.randrange(100):02d}="
     else:
@@ -66,8 +72,7 @@ def make_prompts(tasks: Sequence[str], n: int, seed: int, split: Split) -> list[
     """
     if split not in ("train", "held_out"):
         raise ValueError(f"make_prompts: split must be train or held_out, got {split!r}")
-    if not tasks:
-        raise ValueError("make_prompts: needs at least one task")
+    check_tasks(tasks)
     rng = random.Random(f"{seed}/{split}/{'+'.join(tasks)}")
     return [(*draw(tasks[i % len(tasks)], rng, split), tasks[i % len(tasks)]) for i in range(n)]
 

@@ -16,8 +16,8 @@ from models.transformer import Attend, Transformer
 class KVCache:
     """One slot of `max_len` tokens per running sample, and one more slot for the writes of dummy rows.
 
-    Per layer [slots + 1, max_len, 2 K H]: a token's keys and values lie side by side, a slot's tokens in order,
-    so that one copy per row gathers the first tokens of a slot.
+    Per layer [slots + 1, max_len, 2 K H]: a token's keys and values lie side by side, a slot's tokens in
+    order, so that one copy per row gathers the first tokens of a slot.
     """
 
     def __init__(self, cfg: ModelConfig, slots: int, max_len: int, device: str, dtype: torch.dtype) -> None:
@@ -26,18 +26,20 @@ class KVCache:
         self.layers = [torch.zeros(slots + 1, max_len, width, device=device, dtype=dtype)
                        for _ in range(cfg.n_layers)]
 
-    def decode(self, slots: Tensor, positions: Tensor, groups: Sequence[tuple[int, int]]) -> Attend:
+    def decode(
+        self, slots: Tensor, positions: Tensor, lengths: Sequence[int], counts: Sequence[int]
+    ) -> Attend:
         """Attention of one new token per row, at `positions` [R] of `slots` [R], over its slot so far.
 
-        Rows come sorted: of each group (length, count) the next `count` rows see the first `length` places.
+        Rows come in groups: the first counts[0] see the first lengths[0] places of their slots, and so on.
         """
         device = self.layers[0].device
         max_len, width = self.layers[0].shape[1:]
         places = (slots * max_len + positions).to(device)
         slots, positions = slots.to(device), positions.to(device)
-        counts = [count for _, count in groups]
+        counts = list(counts)
         parts = []
-        for (length, _), part, position in zip(groups, slots.split(counts), positions.split(counts), strict=True):
+        for length, part, position in zip(lengths, slots.split(counts), positions.split(counts), strict=True):
             unseen = torch.arange(length, device=device) > position[:, None]
             bias = torch.zeros(unseen.shape, device=device, dtype=self.layers[0].dtype)
             parts.append((length, part, bias.masked_fill_(unseen, -torch.inf)[:, None, None]))
@@ -46,7 +48,8 @@ class KVCache:
             cache = self.layers[layer]
             cache.view(-1, width).index_copy_(0, places, side_by_side(k, v).flatten(0, -2))
             out = []
-            for (length, part, bias), rows in zip(parts, q.flatten(0, -3)[:, :, None].split(counts), strict=True):
+            queries = q.flatten(0, -3)[:, :, None].split(counts)
+            for (length, part, bias), rows in zip(parts, queries, strict=True):
                 kv = cache.view(len(cache), -1)[:, : length * width].index_select(0, part)
                 keys, values = rearrange(kv, "b (l two k h) -> two b k l h", l=length, two=2, h=self.head_dim)
                 out.append(F.scaled_dot_product_attention(
@@ -67,7 +70,7 @@ def side_by_side(k: Tensor, v: Tensor) -> Tensor:
 
 
 def prefill(model: Transformer, ids: Tensor, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states [R, L, D] of ids [R, L], causal, padded at the end; keys and values per layer with `keep`."""
+    """Hidden states [R, L, D] of ids [R, L], causal, padded at the end; with `keep` also keys and values."""
     kv: list[Tensor] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

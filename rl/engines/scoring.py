@@ -27,7 +27,7 @@ def score(
     full: bool = False,
     temperature: float = 1.0,
 ) -> list[Scores]:
-    """log softmax(logits / temperature) at sequences[i][starts[i]:], each given all tokens before it, in nats.
+    """log softmax(logits / temperature) at sequences[i][starts[i]:], given all tokens before each, in nats.
 
     The model has fixed shapes: a sequence's scores are the same bits whichever others are scored beside it.
     """

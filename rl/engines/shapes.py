@@ -1,7 +1,7 @@
 """Compute every row at a shape that its own length decides, so that its bits do not depend on its neighbours.
 
-One matmul over all rows may sum in another order when their number changes. A batch of equal matmuls, one per block
-of rows, does not; and what is not a matmul is computed row by row anyway.
+One matmul over all rows may sum in another order when their number changes. A batch of equal matmuls, one per
+block of rows, does not; and what is not a matmul is computed row by row anyway.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A kit that any masked, per-token training loss should pass. Plain torch: copy this file, no test framework needed.
+"""A kit that any masked, per-token training loss should pass. Plain torch, no test framework: copy this file.
 
 It checks an *objective*, the share of the step's scalar loss that some rows contribute:
 
     objective(inputs, mask, totals) -> scalar
-      inputs: named tensors [B, T] or [B, T, ...]; `inputs[wrt]` carries the gradient, the others are constants
+      inputs: named tensors [B, T] or [B, T, ...]; `inputs[wrt]` has the gradient, the others are constants
       mask:   [B, T] bool, True on the tokens that train; may have holes, and rows without any
-      totals: counts of the WHOLE step, which the objective must divide by instead of counting what it was given
+      totals: counts of the WHOLE step, to divide by, instead of counting the rows given
 
-    failures(objective, inputs, mask)  ->  {name of the broken property: what was seen}; empty if all hold
+    failures(objective, inputs, mask)  ->  {broken property: what was seen}; empty if all hold
 
-`from_token_loss` makes an objective of a per-token loss and a weight; `example` makes inputs worth checking with.
+`from_token_loss` makes an objective of a per-token loss and a weight, `example` inputs worth checking with.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def from_token_loss(loss: TokenLoss, weight: Callable[[Tensor, Totals], Tensor] 
 
 
 def example(seed: int = 0, rows: int = 6, width: int = 9, vocab: int = 5) -> tuple[Inputs, Tensor]:
-    """Float64 inputs for policy losses: rows of different lengths, one with a hole, one masked entirely, ratios
-    on both sides of usual clips, advantages of both signs and 0; versions 0 to 3, 99 off-mask."""
+    """Float64 inputs for policy losses: rows of different lengths, one with a hole and one masked entirely;
+    ratios on both sides of usual clips, advantages of both signs and 0; versions 0 to 3, 99 off-mask."""
     g = torch.Generator().manual_seed(seed)
     logits, logits_ref = torch.randn(2, rows, width, vocab, generator=g, dtype=torch.float64)
     logp = logits.log_softmax(-1)[..., 0]
@@ -74,7 +74,7 @@ def example(seed: int = 0, rows: int = 6, width: int = 9, vocab: int = 5) -> tup
     return inputs, mask
 
 
-# ── The properties. Each takes (objective, inputs, mask, wrt) and returns what is wrong, or None ──────────────────
+# ── The properties: each takes (objective, inputs, mask, wrt) and returns what is wrong, or None ────────────
 
 
 def mask_content(objective: Objective, inputs: Inputs, mask: Tensor, wrt: str) -> str | None:
@@ -121,13 +121,10 @@ def padding_side(objective: Objective, inputs: Inputs, mask: Tensor, wrt: str) -
 
 def row_order(objective: Objective, inputs: Inputs, mask: Tensor, wrt: str) -> str | None:
     """Rows have no order."""
+    want = _run(objective, inputs, mask, wrt)
     for order in (torch.arange(mask.shape[0]).flip(0), torch.arange(mask.shape[0]).roll(1)):
-        wrong = _differ(
-            _run(objective, inputs, mask, wrt),
-            _run(objective, {k: x[order] for k, x in inputs.items()}, mask[order], wrt),
-            lambda grad, back=order.argsort(): grad[back],
-            "another order of the rows",
-        )
+        value, grad = _run(objective, {k: x[order] for k, x in inputs.items()}, mask[order], wrt)
+        wrong = _differ(want, (value, grad[order.argsort()]), _same, "another order of the rows")
         if wrong:
             return wrong
     return None
@@ -137,7 +134,9 @@ def micro_batch_split(objective: Objective, inputs: Inputs, mask: Tensor, wrt: s
     """Micro-batches of any size add up to the step."""
     rows = mask.shape[0]
     for cuts in ([1] * rows, [rows - 1, 1], [2, rows - 2]):
-        wrong = _split(objective, inputs, mask, wrt, torch.arange(rows).split(cuts), f"micro-batches of {cuts} rows")
+        wrong = _split(
+            objective, inputs, mask, wrt, torch.arange(rows).split(cuts), f"micro-batches of {cuts} rows"
+        )
         if wrong:
             return wrong
     return None
@@ -163,7 +162,7 @@ def all_masked_row(objective: Objective, inputs: Inputs, mask: Tensor, wrt: str)
 
 
 def all_masked_rank(objective: Objective, inputs: Inputs, mask: Tensor, wrt: str) -> str | None:
-    """A rank whose rows are all masked gives 0, with a graph and gradients of 0; so does a step without any token."""
+    """A rank with all rows masked gives 0, with a graph and gradients of 0; so does a step without tokens."""
     nothing = torch.zeros_like(mask)
     for totals in (count(mask), count(nothing)):
         value, grad = _run(objective, inputs, nothing, wrt, totals)
@@ -179,7 +178,10 @@ def pad_equals_eos(objective: Objective, inputs: Inputs, mask: Tensor, wrt: str)
     distinct = dict(inputs, tokens=torch.where(mask, inputs["tokens"] + 1, -1))
     shared = dict(inputs, tokens=torch.where(mask & ~_last(mask), inputs["tokens"] + 1, 0))
     return _differ(
-        _run(objective, distinct, mask, wrt), _run(objective, shared, mask, wrt), _same, "a pad id that is the eos id"
+        _run(objective, distinct, mask, wrt),
+        _run(objective, shared, mask, wrt),
+        _same,
+        "a pad id that is the eos id",
     )
 
 
@@ -216,7 +218,7 @@ PROPERTIES = (
 def failures(
     objective: Objective, inputs: Inputs, mask: Tensor, *, wrt: str = "logp", skip: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """The broken properties and what was seen. An exception counts: a loss must survive every one of these inputs."""
+    """The broken properties and what was seen. An exception counts: a loss must survive these inputs."""
     found: dict[str, str] = {}
     for check in PROPERTIES:
         if check.__name__ in skip:
@@ -241,7 +243,12 @@ def _run(
 
 
 def _split(
-    objective: Objective, inputs: Inputs, mask: Tensor, wrt: str, parts: list[Tensor] | tuple[Tensor, ...], how: str
+    objective: Objective,
+    inputs: Inputs,
+    mask: Tensor,
+    wrt: str,
+    parts: list[Tensor] | tuple[Tensor, ...],
+    how: str,
 ) -> str | None:
     totals = count(mask)
     value, grad = torch.zeros((), dtype=torch.float64), torch.zeros_like(inputs[wrt])

@@ -17,7 +17,7 @@ Aux = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """`call(inputs, mask, **rows)` -> (per-token loss, aux). rows: row and n_rows of packed tokens, if by_row."""
+    """`call(inputs, mask, **rows)` -> (per-token loss, aux). rows: row, n_rows of packed tokens if by_row."""
 
     name: str
     call: Callable[..., tuple[Tensor, Aux]]
@@ -60,7 +60,9 @@ def normalised(
     return losses.normalise_weight(weight, mask, mean=mean, level=level, **rows)[0], aux
 
 
-def by_version(logp: Tensor, logp_mu: Tensor, adv: Tensor, mask: Tensor, version: Tensor) -> tuple[Tensor, Aux]:
+def by_version(
+    logp: Tensor, logp_mu: Tensor, adv: Tensor, mask: Tensor, version: Tensor
+) -> tuple[Tensor, Aux]:
     prox, aux = losses.loglinear_prox(logp, logp_mu, version, mask, current=4)
     return losses.grpo_loss(logp, prox, adv, mask)[0], aux
 

@@ -17,12 +17,24 @@ from torch import Tensor
 import losses
 
 F64 = torch.float64
-N_TOKENS = torch.tensor([[3, 1, 8, 5], [2, 2, 9, 4], [7, 1, 1, 1], [4, 4, 4, 4], [6, 5, 4, 3]])
 REWARD = torch.tensor(
-    [[1.0, 0.0, 0.25, 0.5], [0.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3], [2.0, -1.0, 0.5, 0.1], [0.7, 0.7, 0.1, 9.0]],
+    [
+        [1.0, 0.0, 0.25, 0.5],
+        [0.0, 0.0, 0.0, 1.0],
+        [0.3, 0.3, 0.3, 0.3],
+        [2.0, -1.0, 0.5, 0.1],
+        [0.7, 0.7, 0.1, 9.0],
+    ],
     dtype=F64,
 )
 VALID = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [0, 0, 1, 0], [1, 1, 0, 0]]).bool()
+
+
+def lengths(reward: Tensor) -> Tensor:
+    return torch.arange(reward.numel()).reshape(reward.shape) * 7 % 10 + 1
+
+
+N_TOKENS = lengths(REWARD)
 
 
 def std(x: list[float], ddof: int = 1) -> float:
@@ -77,7 +89,7 @@ GROUPED: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tens
     ),
     "rloo": (lambda r, v: losses.rloo_advantages(r, v), loo(False)),
     "rloo_std": (lambda r, v: losses.rloo_advantages(r, v, scale="std"), loo(True)),
-    "opo": (lambda r, v: losses.opo_advantages(r, N_TOKENS[: r.shape[0], : r.shape[1]], v), opo),
+    "opo": (lambda r, v: losses.opo_advantages(r, lengths(r), v), opo),
     "maxrl": (lambda r, v: losses.maxrl_advantages(r, v), maxrl),
     "best_of_group": (lambda r, v: losses.best_of_group_advantages(r, v), best),
     "shrunk_noiseless": (lambda r, v: losses.shrunk_advantages(r, torch.zeros_like(r), v), grpo),
@@ -106,7 +118,9 @@ ALL: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]] = {
     "gpg": lambda r, v: losses.gpg_advantages(r, v),
     "gpg_nonzero": lambda r, v: losses.gpg_advantages(r, v, count="nonzero"),
     "remax": lambda r, v: losses.remax_advantages(r, torch.full_like(r[:, 0], 0.3), v),
-    "reinforce_pp_baseline": lambda r, v: losses.reinforce_pp_baseline_advantages(r, torch.full_like(r, 3), v),
+    "reinforce_pp_baseline": lambda r, v: losses.reinforce_pp_baseline_advantages(
+        r, torch.full_like(r, 3), v
+    ),
     "passk": lambda r, v: losses.passk_advantages(r, v, k=2),
     "shrunk": lambda r, v: losses.shrunk_advantages(r, torch.full_like(r, 0.001), v),
     "gdpo": lambda r, v: losses.gdpo_advantages(torch.stack([r, r.square()]), torch.stack([v, v])),
@@ -127,7 +141,9 @@ def test_what_an_invalid_sample_holds_matters_to_nobody(name: str) -> None:
 
 @every
 def test_equal_rewards_single_samples_and_missing_groups_give_exactly_zero_and_are_counted(name: str) -> None:
-    reward = torch.tensor([[0.1] * 7, [0.35] * 7, [1 / 3] * 7, [1e4] * 7, [0.3] * 7, [0.3] * 7], dtype=torch.float32)
+    reward = torch.tensor(
+        [[0.1] * 7, [0.35] * 7, [1 / 3] * 7, [1e4] * 7, [0.3] * 7, [0.3] * 7], dtype=torch.float32
+    )
     if name == "remax":
         reward[:] = torch.tensor(0.3)
     valid = torch.ones_like(reward, dtype=torch.bool)
@@ -155,32 +171,42 @@ def test_advantages_keep_their_arguments_and_compile_to_one_graph(name: str) -> 
     torch.testing.assert_close(aux, want_aux)
 
 
-@every
+@pytest.mark.parametrize("name", [name for name in ALL if name != "opo"])  # its test lengths go by position
 def test_groups_and_samples_have_no_order(name: str) -> None:
-    if name == "opo":
-        pytest.skip("its lengths are a table by position")
     rows, columns = torch.tensor([3, 0, 4, 2, 1]), torch.tensor([2, 3, 0, 1])
     adv, _ = ALL[name](REWARD, VALID)
     moved, _ = ALL[name](REWARD[rows][:, columns], VALID[rows][:, columns])
     torch.testing.assert_close(moved, adv[rows][:, columns])
 
 
-@every
+OF_DIFFERENCES = [n for n in ALL if n not in ("maxrl", "passk", "gdpo", "remax", "gpg_nonzero")]
+
+
+@pytest.mark.parametrize("name", OF_DIFFERENCES)
 def test_float32_rewards_far_from_zero_keep_their_differences(name: str) -> None:
-    """E[x^2] - E[x]^2 in float32 gives 0 for rewards of 1e4 and 1e4 + 1; centring first gives the right deviation."""
-    if name in ("maxrl", "passk", "gdpo", "remax", "gpg_nonzero"):
-        pytest.skip("not a function of differences")
+    """E[x^2] - E[x]^2 of 1e4 and 1e4 + 1 is 0 in float32; centred first, only the mean's rounding is left."""
     far = torch.tensor([[1e4, 1e4 + 1, 1e4 + 1, 1e4]])
     near = torch.tensor([[0.0, 1.0, 1.0, 0.0]])
     valid = torch.ones_like(near, dtype=torch.bool)
-    torch.testing.assert_close(ALL[name](far, valid)[0], ALL[name](near, valid)[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ALL[name](far, valid)[0], ALL[name](near, valid)[0], rtol=2e-3, atol=2e-3)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0]), min_size=5, max_size=5), min_size=1, max_size=4), st.data())
-def test_grpo_groups_sum_to_zero_have_unit_deviation_or_are_exactly_zero(rows: list[list[float]], data: Any) -> None:
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0]), min_size=5, max_size=5), min_size=1, max_size=4
+    ),
+    st.data(),
+)
+def test_grpo_groups_sum_to_zero_have_unit_deviation_or_are_exactly_zero(
+    rows: list[list[float]], data: Any
+) -> None:
     reward = torch.tensor(rows)
-    valid = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=len(rows), max_size=len(rows))))
+    valid = torch.tensor(
+        data.draw(
+            st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=len(rows), max_size=len(rows))
+        )
+    )
     adv, aux = losses.group_advantages(reward, valid)
     assert adv.isfinite().all() and not adv[~valid].any()
     for p in range(len(rows)):
@@ -200,7 +226,9 @@ def test_leave_one_out_is_the_centred_reward_times_n_over_n_minus_one() -> None:
 def test_gpg_scales_by_samples_with_signal_or_by_rewards_that_are_not_zero() -> None:
     reward = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     assert losses.gpg_advantages(reward)[0].tolist() == [[1.0, -1.0], [0.0, 0.0]]  # 4 / 2
-    torch.testing.assert_close(losses.gpg_advantages(reward, count="nonzero")[0][0], torch.tensor([2 / 3, -2 / 3]))
+    torch.testing.assert_close(
+        losses.gpg_advantages(reward, count="nonzero")[0][0], torch.tensor([2 / 3, -2 / 3])
+    )
 
 
 def test_maxrl_does_not_turn_signs_round_when_the_mean_is_negative() -> None:
@@ -214,7 +242,9 @@ def test_remax_works_with_a_single_sample() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-@pytest.mark.parametrize("reward", [[1, 0, 0, 1, 0], [0.3, 0.9, 0.9, 0.1, 0.5], [-1.0, -2.0, -3.0, -4.0, 5.0]])
+@pytest.mark.parametrize(
+    "reward", [[1, 0, 0, 1, 0], [0.3, 0.9, 0.9, 0.1, 0.5], [-1.0, -2.0, -3.0, -4.0, 5.0]]
+)
 def test_pkpo_rewards_are_the_mean_over_subsets_of_their_maximum(reward: list[float], k: int) -> None:
     n = len(reward)
     want = []
@@ -241,7 +271,10 @@ def test_passk_advantages_average_those_of_all_groups_of_k(right: int, k: int) -
     reward = [1.0] * right + [0.0] * (n - right)
     passes = {s: float(any(reward[i] for i in s)) for s in itertools.combinations(range(n), k)}
     mean, sigma = statistics.fmean(passes.values()), statistics.pstdev(passes.values())
-    want = [statistics.fmean((v - mean) / sigma for s, v in passes.items() if i in s) if sigma else 0.0 for i in range(n)]
+    want = [
+        statistics.fmean((v - mean) / sigma for s, v in passes.items() if i in s) if sigma else 0.0
+        for i in range(n)
+    ]
     got, aux = losses.passk_advantages(torch.tensor([reward], dtype=F64), k=k)
     torch.testing.assert_close(got[0].tolist(), want)
     assert bool(aux["signal"][0]) == (sigma > 0)
@@ -264,7 +297,9 @@ def test_returns_are_those_of_a_backward_loop_padded_and_packed(gamma: float) ->
             if mask[i, t]:
                 running = reward[i, t] + gamma * running
                 want[i, t] = running
-    torch.testing.assert_close(losses.returns_to_go(torch.where(mask, reward, math.nan), mask, gamma=gamma), want)
+    torch.testing.assert_close(
+        losses.returns_to_go(torch.where(mask, reward, math.nan), mask, gamma=gamma), want
+    )
     row = torch.arange(4).repeat_interleave(11)
     packed = losses.returns_to_go(reward.flatten(), mask.flatten(), gamma=gamma, row=row)
     torch.testing.assert_close(packed, want.flatten())
@@ -283,27 +318,34 @@ def test_whitened_tokens_have_mean_zero_and_unbiased_variance_one_and_equal_ones
     torch.testing.assert_close(white[mask], (x[mask] - x[mask].mean()) / (x[mask].var() + 1e-8).sqrt())
     assert not white[~mask].any()
     assert not losses.whiten(torch.full((3, 3), 0.1), torch.ones(3, 3, dtype=torch.bool)).any()
-    assert not losses.whiten(x, torch.zeros_like(mask)).any() and losses.whiten(x[:0], mask[:0]).shape == (0, 7)
+    assert not losses.whiten(x, torch.zeros_like(mask)).any() and losses.whiten(x[:0], mask[:0]).shape == (
+        0,
+        7,
+    )
 
 
 def test_reinforce_pp_is_the_whitened_return() -> None:
-    reward, mask = torch.tensor([[0.0, 0.0, 1.0], [0.0, -1.0, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    reward, mask = (
+        torch.tensor([[0.0, 0.0, 1.0], [0.0, -1.0, 9.0]]),
+        torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(),
+    )
     adv, aux = losses.reinforce_pp_advantages(reward, mask, gamma=0.5)
     assert aux["returns"].tolist() == [[0.25, 0.5, 1.0], [-0.5, -1.0, 0.0]]
     torch.testing.assert_close(adv, losses.whiten(aux["returns"], mask))
-    compiled = torch.compile(losses.reinforce_pp_advantages, fullgraph=True, backend="eager")(reward, mask, gamma=0.5)
+    compiled = torch.compile(losses.reinforce_pp_advantages, fullgraph=True, backend="eager")(
+        reward, mask, gamma=0.5
+    )
     torch.testing.assert_close(compiled[0], adv)
 
 
 def test_reinforce_pp_baseline_is_the_whitening_of_centred_rewards_on_every_token() -> None:
     adv, _ = losses.reinforce_pp_baseline_advantages(REWARD, N_TOKENS, VALID)
-    centred, _ = losses.group_advantages(REWARD, VALID, scale="none")
-    kept = VALID.flatten()
+    centred, aux = losses.group_advantages(REWARD, VALID, scale="none")
+    kept, alive = VALID.flatten(), aux["signal"].repeat_interleave(4)
     tokens = centred.flatten()[kept].repeat_interleave(N_TOKENS.flatten()[kept])
     white = losses.whiten(tokens, torch.ones_like(tokens, dtype=torch.bool))
     want = white[N_TOKENS.flatten()[kept].cumsum(0) - 1]
-    dead = ~(VALID & (VALID.sum(1, keepdim=True) >= 2)).flatten()[kept] | (torch.arange(5).repeat_interleave(4)[kept] == 2)
-    torch.testing.assert_close(adv.flatten()[kept], torch.where(dead, 0.0, want))
+    torch.testing.assert_close(adv.flatten()[kept], torch.where(alive[kept], want, 0.0))
 
 
 def test_gdpo_normalises_apart_then_adds_then_normalises_the_batch() -> None:
@@ -323,7 +365,7 @@ def test_gdpo_tells_apart_mixes_that_their_sum_does_not() -> None:
     assert float(plain[0, 1] - plain[0, 2]) < 0.05 < float(adv[0, 1] - adv[0, 2])
 
 
-def test_shrinkage_is_none_without_noise_total_when_noise_explains_the_spread_and_stronger_where_noisier() -> None:
+def test_shrinkage_is_none_without_noise_total_in_pure_noise_and_stronger_where_noisier() -> None:
     reward = torch.tensor([[0.2, 0.6, 0.4, 0.8]])
     plain, _ = losses.group_advantages(reward)
     torch.testing.assert_close(losses.shrunk_advantages(reward, torch.zeros(1, 4))[0], plain)
@@ -352,7 +394,9 @@ def test_shrinkage_recovers_true_advantages_better_than_plain_ones() -> None:
 
 
 def test_dynamic_sampling_keeps_mixed_groups_of_the_unshaped_metric() -> None:
-    metric = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.1, 0.1, 0.1], [1.0, math.nan, 0.0], [1.0, 0.0, 0.0]])
+    metric = torch.tensor(
+        [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.1, 0.1, 0.1], [1.0, math.nan, 0.0], [1.0, 0.0, 0.0]]
+    )
     valid = ~metric.isnan()
     valid[4, 1:] = False
     assert losses.keep_groups(metric, valid).tolist() == [True, False, False, True, False]

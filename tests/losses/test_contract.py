@@ -19,7 +19,9 @@ FILES = sorted(p for p in Path(losses.__file__).parent.glob("*.py") if p.name !=
 
 
 def seq_mean_token_mean(mask: Tensor, totals: Totals) -> Tensor:
-    return losses.token_weight(mask, agg="seq_mean_token_mean", total_tokens=totals.tokens, total_rows=totals.rows)
+    return losses.token_weight(
+        mask, agg="seq_mean_token_mean", total_tokens=totals.tokens, total_rows=totals.rows
+    )
 
 
 @every_loss
@@ -31,7 +33,9 @@ def test_no_property_of_the_invariance_kit_is_broken(entry: Entry) -> None:
 
 
 @every_loss
-def test_loss_and_aux_have_the_masks_shape_and_are_zero_off_mask_and_aux_has_no_gradient(entry: Entry) -> None:
+def test_loss_and_aux_have_the_masks_shape_and_are_zero_off_mask_and_aux_has_no_gradient(
+    entry: Entry,
+) -> None:
     inputs, mask = example()
     value, aux = entry.call({**inputs, entry.wrt: inputs[entry.wrt].clone().requires_grad_()}, mask)
     assert value.requires_grad and aux
@@ -92,7 +96,9 @@ def test_the_helpers_that_policy_kl_and_correction_files_repeat_are_one_text() -
     seen: dict[str, set[str]] = {}
     for path in FILES:
         if not path.stem.startswith(("distill", "linear", "genrm")):
-            helpers = re.findall(r"^def (_kept|_out|_row_sum)(\(.*?)(?=^def |\Z)", path.read_text(), re.S | re.M)
+            helpers = re.findall(
+                r"^def (_kept|_out|_row_sum)(\(.*?)(?=^def |\Z)", path.read_text(), re.S | re.M
+            )
             for name, body in helpers:
                 seen.setdefault(name, set()).add(body.strip())
     assert {name: len(texts) for name, texts in seen.items()} == {"_kept": 1, "_out": 1, "_row_sum": 1}

@@ -23,7 +23,9 @@ def token_mean(x: Inputs, mask: Tensor, totals: Totals) -> Tensor:
 
 
 def masked_by_product(x: Inputs, mask: Tensor, totals: Totals) -> Tensor:
-    return (-(x["logp"] - x["logp_mu"].detach()).exp() * x["adv"].detach() * mask).sum() / max(totals.tokens, 1)
+    return (-(x["logp"] - x["logp_mu"].detach()).exp() * x["adv"].detach() * mask).sum() / max(
+        totals.tokens, 1
+    )
 
 
 def masked_after_the_exponent(x: Inputs, mask: Tensor, totals: Totals) -> Tensor:
@@ -100,7 +102,9 @@ def constant_for_an_empty_batch(x: Inputs, mask: Tensor, totals: Totals) -> Tens
 
 def sequence_ratio_over_the_padding(x: Inputs, mask: Tensor, totals: Totals) -> Tensor:
     s = torch.where(mask, x["logp"] - x["logp_mu"].detach(), 0.0).mean(1, keepdim=True).exp()
-    return torch.where(mask, -s * torch.where(mask, x["adv"].detach(), 0.0), 0.0).sum() / max(totals.tokens, 1)
+    return torch.where(mask, -s * torch.where(mask, x["adv"].detach(), 0.0), 0.0).sum() / max(
+        totals.tokens, 1
+    )
 
 
 BUGS = {
@@ -131,7 +135,9 @@ def test_a_correct_objective_breaks_nothing() -> None:
     assert failures(from_token_loss(reference), inputs, mask) == {}
 
 
-@pytest.mark.parametrize(("bug", "broken"), BUGS.items(), ids=lambda x: x if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(
+    ("bug", "broken"), BUGS.items(), ids=lambda x: x if isinstance(x, str) else x.__name__
+)
 def test_a_planted_bug_is_caught(bug: Callable[[Inputs, Tensor, Totals], Tensor], broken: str) -> None:
     inputs, mask = example()
     assert broken in failures(bug, inputs, mask)

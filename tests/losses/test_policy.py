@@ -1,7 +1,8 @@
-"""Policy losses against naive float64 loops over one row's kept tokens: values, and gradients in closed form."""
+"""Policy losses against naive float64 loops over a row's kept tokens: values, gradients in closed form."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +72,9 @@ def weighted(weight: Callable[[Row, Row], Row]) -> Naive:
 
     def naive(lp: Row, mu: Row, adv: Row) -> tuple[Row, Row]:
         w = weight(ratios(lp, mu), adv)
-        return [-x * a * p for x, a, p in zip(w, adv, lp, strict=True)], [-x * a for x, a in zip(w, adv, strict=True)]
+        return [-x * a * p for x, a, p in zip(w, adv, lp, strict=True)], [
+            -x * a for x, a in zip(w, adv, strict=True)
+        ]
 
     return naive
 
@@ -129,7 +132,9 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], Naive]] = [
 
 @pytest.mark.parametrize(("fn", "kw", "naive"), CASES, ids=lambda x: getattr(x, "__name__", None))
 @pytest.mark.parametrize("seed", [0, 1])
-def test_value_and_gradient_are_those_of_a_naive_loop(fn: Any, kw: dict[str, Any], naive: Naive, seed: int) -> None:
+def test_value_and_gradient_are_those_of_a_naive_loop(
+    fn: Any, kw: dict[str, Any], naive: Naive, seed: int
+) -> None:
     x, mask = example(seed)
     logp = x["logp"].clone().requires_grad_()
     value, _ = fn(logp, x["logp_mu"], x["adv"], mask, **kw)
@@ -145,7 +150,13 @@ def test_value_and_gradient_are_those_of_a_naive_loop(fn: Any, kw: dict[str, Any
         torch.testing.assert_close(value[i, t].tolist(), want)
         torch.testing.assert_close((grad[i, t] * len(t) * totals["total_rows"]).tolist(), want_grad)
         acted += sum(g == 0 for g, a in zip(want_grad, x["adv"][i, t].tolist(), strict=True) if a)
-    clips = fn in (losses.grpo_loss, losses.gspo_loss, losses.gspo_token_loss, losses.gmpo_loss, losses.dppo_loss)
+    clips = fn in (
+        losses.grpo_loss,
+        losses.gspo_loss,
+        losses.gspo_token_loss,
+        losses.gmpo_loss,
+        losses.dppo_loss,
+    )
     assert acted > 0 if clips else acted == 0  # the example reaches what it should test
 
 
@@ -162,6 +173,82 @@ def test_on_policy_gradient_is_reinforce(fn: Any, kw: dict[str, Any]) -> None:
     (grad,) = torch.autograd.grad((weight * value).sum(), logp)
     torch.testing.assert_close(grad, torch.where(mask, -weight * x["adv"], 0.0))
     assert not any(aux[k].any() for k in aux if k.startswith("clipped"))
+
+
+CLIPPED = [
+    (losses.grpo_loss, {}),
+    (losses.gspo_loss, {"eps_low": 0.02, "eps_high": 0.03}),
+    (losses.gspo_token_loss, {"eps_low": 0.02, "eps_high": 0.03}),
+    (losses.gmpo_loss, {"eps_low": 0.2, "eps_high": 0.3}),
+    (losses.dppo_loss, {"limit_low": 0.05, "limit_high": 0.05}),
+    (losses.clip_cov_loss, {"selected": torch.zeros(6, 9, dtype=torch.bool)}),
+]
+
+
+@pytest.mark.parametrize(("fn", "kw"), CLIPPED, ids=lambda x: getattr(x, "__name__", None))
+def test_a_token_is_flagged_as_clipped_exactly_where_its_gradient_is_zero(
+    fn: Any, kw: dict[str, Any]
+) -> None:
+    seen = {"clipped_low": 0, "clipped_high": 0}
+    for seed in range(4):
+        x, mask = example(seed)
+        logp = x["logp"].clone().requires_grad_()
+        value, aux = fn(logp, x["logp_mu"], x["adv"], mask, **kw)
+        (grad,) = torch.autograd.grad(value.sum(), logp)
+        for flag, sign in (("clipped_low", -1), ("clipped_high", 1)):
+            want = mask & (sign * x["adv"] > 0) & (grad == 0)
+            assert torch.equal(aux[flag].bool(), want) and set(aux[flag].unique().tolist()) <= {0.0, 1.0}
+            seen[flag] += int(want.sum())
+    assert min(seen.values()) > 0
+
+
+def test_weights_at_a_bound_are_flagged() -> None:
+    rho, mask = torch.tensor([[0.5, 0.9, 1.1, 3.0]]), torch.ones(1, 4, dtype=torch.bool)
+    args = rho.log(), torch.zeros(1, 4), torch.tensor([[-1.0]]), mask
+    _, cispo = losses.cispo_loss(*args, cap=2.0, floor=0.8)
+    assert (cispo["clipped_low"].tolist(), cispo["clipped_high"].tolist()) == ([[1, 0, 0, 0]], [[0, 0, 0, 1]])
+    assert losses.aipo_loss(*args, cap=2.0)[1]["clipped_high"].tolist() == [[0, 0, 0, 1]]
+    _, dual = losses.grpo_loss(*args, dual_clip=2.0)
+    assert dual["clipped_dual"].tolist() == [[0, 0, 0, 1]]
+    torch.testing.assert_close(dual["rho"], rho)
+    for cap, flagged in ((1.0, 1), (2.0, 0)):  # the product is 1.485
+        _, topr = losses.topr_loss(*args, cap=cap)
+        assert topr["clipped_high"].tolist() == [[flagged] * 4]
+        torch.testing.assert_close(topr["weight"], torch.full((1, 4), min(1.485, cap)))
+    good, _ = losses.topr_loss(*args[:2], torch.tensor([[1.0]]), mask)
+    assert not losses.topr_loss(*args[:2], torch.tensor([[1.0]]), mask)[1]["clipped_high"].any()
+    torch.testing.assert_close(good, -rho.log())
+
+
+@pytest.mark.parametrize("fn", [losses.grpo_loss, losses.gspo_loss, losses.gmpo_loss, losses.dppo_loss])
+def test_ratios_are_held_to_twenty_nats_where_the_gradient_ends(fn: Any) -> None:
+    mask, adv = torch.ones(1, 1, dtype=torch.bool), torch.full((1, 1), -1.0, dtype=torch.float64)
+    for log_rho, value, alive in ((19.0, 19.0, True), (21.0, 20.0, False)):
+        logp = torch.full((1, 1), log_rho, dtype=torch.float64, requires_grad=True)
+        loss, _ = fn(logp, torch.zeros_like(adv), adv, mask)
+        assert float(loss.log()) == pytest.approx(value)
+        assert bool(torch.autograd.grad(loss.sum(), logp)[0].any()) == alive
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    def defaults(fn: Callable[..., Any]) -> dict[str, Any]:
+        given = inspect.signature(fn).parameters.values()
+        return {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY and "row" not in p.name}
+
+    assert defaults(losses.grpo_loss) == {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": None}
+    assert (
+        defaults(losses.gspo_loss) == defaults(losses.gspo_token_loss) == {"eps_low": 3e-4, "eps_high": 4e-4}
+    )
+    assert defaults(losses.gmpo_loss) == {"eps_low": 0.4, "eps_high": 0.4}
+    assert defaults(losses.cispo_loss) == {"cap": 5.0, "floor": 0.0}
+    assert defaults(losses.sapo_loss) == {"tau_pos": 1.0, "tau_neg": 1.05}
+    assert defaults(losses.topr_loss) == {"cap": 1.0}
+    assert defaults(losses.vespo_loss) == {"k_pos": 2.0, "lam_pos": 3.0, "k_neg": 3.0, "lam_neg": 2.0}
+    assert defaults(losses.select_kl_cov) == {"ratio": 2e-4} and defaults(losses.kl_cov_loss) == {"coef": 1.0}
+    cov = {"ratio": 2e-4, "cov_low": 1.0, "cov_high": 5.0, "eps_low": 0.2, "eps_high": 0.2}
+    assert defaults(losses.select_clip_cov) == cov
+    assert defaults(losses.tis_weight) == {"cap": 2.0, "floor": 0.0, "level": "token"}
+    assert defaults(losses.icepop_weight) == {"low": 0.5, "high": 5.0}
 
 
 def test_sapo_on_policy_gradient_is_reinforce_and_its_value_is_not() -> None:
@@ -220,7 +307,9 @@ def test_vespo_weight_is_one_on_policy_and_peaks_at_k_over_lambda() -> None:
         _, aux = losses.vespo_loss(torch.full((2, 1), math.log(w)), torch.zeros(2, 1), adv, mask)
         weights.append(aux["weight"].flatten())
     best = torch.stack(weights).argmax(0)
-    torch.testing.assert_close(torch.linspace(0.1, 4, 400)[best], torch.tensor([2 / 3, 3 / 2]), atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        torch.linspace(0.1, 4, 400)[best], torch.tensor([2 / 3, 3 / 2]), atol=0.01, rtol=0
+    )
     _, on = losses.vespo_loss(adv * 0, adv * 0, adv, mask)
     assert on["weight"].tolist() == [[1.0], [1.0]]
 
@@ -247,7 +336,9 @@ def test_dppo_binary_kl_is_finite_for_certain_tokens() -> None:
     assert torch.autograd.grad(value.sum(), logp)[0].isfinite().all()
 
 
-@pytest.mark.parametrize(("fn", "kw"), [(fn, kw) for fn, kw, _ in CASES], ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(
+    ("fn", "kw"), [(fn, kw) for fn, kw, _ in CASES], ids=lambda x: getattr(x, "__name__", None)
+)
 def test_log_ratios_of_a_thousand_nats_give_finite_losses_and_gradients(fn: Any, kw: dict[str, Any]) -> None:
     logp = torch.tensor([[-1e3, -1.0, -1e-6], [-0.5, -1e3, -2.0]], requires_grad=True)
     logp_mu = torch.tensor([[-1.0, -1e3, -1.0], [-1e3, -0.5, -1e3]])
@@ -269,8 +360,12 @@ def test_clip_cov_picks_by_covariance_and_noise_and_silences_its_pick() -> None:
     n = int(mask.sum())
     cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean())
     torch.testing.assert_close(aux["cov"], torch.where(mask, cov, 0.0))
-    candidates = sorted((noise[i, j].item(), i, j) for i, j in (mask & (cov > 0.5) & (cov < 2)).nonzero().tolist())
-    assert sorted((i, j) for _, i, j in candidates[: int(0.01 * n)]) == sorted(map(tuple, picked.nonzero().tolist()))
+    candidates = sorted(
+        (noise[i, j].item(), i, j) for i, j in (mask & (cov > 0.5) & (cov < 2)).nonzero().tolist()
+    )
+    assert sorted((i, j) for _, i, j in candidates[: int(0.01 * n)]) == sorted(
+        map(tuple, picked.nonzero().tolist())
+    )
 
     leaf = logp.clone().requires_grad_()
     value, aux = losses.clip_cov_loss(leaf, logp, adv, mask, picked)
@@ -304,7 +399,9 @@ def test_a_covariance_choice_takes_one_token_at_least_if_there_is_one() -> None:
 
 
 def choices(x: dict[str, Tensor], mask: Tensor) -> tuple[Tensor, Tensor]:
-    a, _ = losses.select_clip_cov(x["logp"], x["logp_mu"], x["adv"], mask, x["logits"][..., 0].sigmoid(), cov_low=0.1)
+    a, _ = losses.select_clip_cov(
+        x["logp"], x["logp_mu"], x["adv"], mask, x["logits"][..., 0].sigmoid(), cov_low=0.1
+    )
     b, _ = losses.select_kl_cov(x["logp"], x["adv"], mask, ratio=0.1)
     return a, b
 
@@ -326,7 +423,7 @@ def test_covariance_choices_ignore_what_is_off_mask_and_compile_to_one_graph() -
         lambda *a: losses.cispo_loss(*a, cap=0.5, floor=0.9),
         lambda *a: losses.aipo_loss(*a, cap=0.0),
         lambda *a: losses.sapo_loss(*a, tau_neg=0.0),
-        lambda *a: losses.dppo_loss(*a, divergence="js"),
+        lambda *a: losses.dppo_loss(*a, divergence="js"),  # pyright: ignore[reportArgumentType]
         lambda *a: losses.topr_loss(*a, cap=-1.0),
         lambda *a: losses.dro_loss(*a, beta=0.0),
         lambda *a: losses.gspo_loss(*a, row=torch.zeros(2, dtype=torch.int64)),
@@ -339,7 +436,7 @@ def test_arguments_that_cannot_mean_anything_are_refused(call: Callable[..., Any
 
 def test_the_clipped_loss_compiles_with_inductor() -> None:
     x, mask = example()
-    args = [x[k].float() for k in ("logp", "logp_mu", "adv")]
+    logp, logp_mu, adv = (x[k].float() for k in ("logp", "logp_mu", "adv"))
     torch._dynamo.reset()
-    value, _ = torch.compile(losses.grpo_loss, fullgraph=True)(*args, mask)
-    torch.testing.assert_close(value, losses.grpo_loss(*args, mask)[0])
+    value, _ = torch.compile(losses.grpo_loss, fullgraph=True)(logp, logp_mu, adv, mask)
+    torch.testing.assert_close(value, losses.grpo_loss(logp, logp_mu, adv, mask)[0])

@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +31,12 @@ def test_unknown_characters_are_named():
 def test_a_spelled_out_special_token_is_text_unless_asked_for():
     assert TOKENIZER.encode("1<eos>") == [TOKENIZER.encode(c)[0] for c in "1<eos>"]
     assert TOKENIZER.encode("1<eos>", parse_special=True) == [3, 1]
+
+
+def test_a_pickled_tokenizer_is_the_same():
+    copy = pickle.loads(pickle.dumps(TOKENIZER))
+    assert copy.fingerprint() == TOKENIZER.fingerprint()
+    assert copy.encode("1<eos>") == TOKENIZER.encode("1<eos>")
 
 
 def test_decode_can_show_special_tokens():

@@ -111,6 +111,7 @@ class FakeTrainer:
 
     async def save(self, path):
         (Path(path) / "weights").write_text(str(self.version))
+        (Path(path) / "rank_0").touch()
 
     async def stop(self) -> None: ...
 

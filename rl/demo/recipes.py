@@ -1,0 +1,132 @@
+"""How each of the demo's models is trained, and what is measured of it on held-out problems."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from models.transformer import Transformer
+from rl.demo import critic
+from rl.demo.fit import Check, Example, answer_probability, fit, make_model, sample
+from rl.demo.specs import JudgeSpec, PolicySpec, Spec, TeacherSpec
+from rl.demo.tasks import Split, change_digit, draw, is_correct, make_prompts
+
+Progress = Callable[[float, str], None]  # fraction done, what was last measured
+Numbers = dict[str, float]
+
+TYPICAL = 600  # steps, for the progress bar alone: training ends when it is good
+CRITIQUE = 28  # tokens, at most
+
+
+def make(spec: Spec, progress: Progress) -> tuple[Transformer, Numbers]:
+    """Trains what the spec describes; a function of the spec alone (one thread). Numbers are of held-out problems."""
+    if isinstance(spec, JudgeSpec):
+        return _judge(spec, progress)
+    return _solver(spec, progress)
+
+
+def _report(progress: Progress) -> Callable[[int, str], None]:
+    return lambda step, note: progress(min(0.95, step / TYPICAL), note)
+
+
+# ── Policies and teachers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _solver(spec: PolicySpec | TeacherSpec, progress: Progress) -> tuple[Transformer, Numbers]:
+    """Problem → answer. A task that has reached the goal is left out while another has not."""
+    rng = random.Random(f"solver/{spec.seed}")
+    model = make_model(spec.size, spec.seed)
+    corrupt = 0.5 if isinstance(spec, PolicySpec) else 0.0
+    patience = 1 if isinstance(spec, PolicySpec) else 2
+    held_out = {task: _solved(make_prompts([task], 256, 1, "held_out")) for task in spec.tasks}
+    open_tasks, good = list(spec.tasks), 0
+
+    def example() -> Example:
+        text, answer = draw(rng.choice(open_tasks), rng, "train")
+        return text, change_digit(answer, rng) if rng.random() < corrupt else answer
+
+    def check() -> Check:
+        nonlocal open_tasks, good
+        accuracy = {task: answer_probability(model, held_out[task]) for task in spec.tasks}
+        short = [task for task in spec.tasks if accuracy[task] < spec.accuracy]
+        good = 0 if short else good + 1
+        open_tasks = short if short and corrupt else list(spec.tasks)
+        note = ", ".join(f"{task} {accuracy[task]:.2f}" for task in spec.tasks)
+        return Check(good >= patience, settle=not corrupt and min(accuracy.values()) > 0.9, note=note)
+
+    steps = fit(model, lambda n: [example() for _ in range(n)], check, steps=spec.steps, every=20, batch=256,
+                progress=_report(progress))  # fmt: skip
+    numbers = {"steps": float(steps)}
+    for task in spec.tasks:
+        numbers[f"accuracy/{task}"] = _sampled_accuracy(model, task)
+    return model, numbers
+
+
+def _solved(prompts: list[tuple[str, str, str]]) -> list[Example]:
+    return [(text, answer) for text, answer, _ in prompts]
+
+
+def _sampled_accuracy(model: Transformer, task: str) -> float:
+    texts = [text for text, _, _ in make_prompts([task], 512, 2, "held_out")]
+    written = sample(model, texts, max_tokens=8, temperature=1.0, generator=torch.Generator().manual_seed(0))
+    return sum(map(is_correct, texts, written)) / len(texts)
+
+
+# ── Judge ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _judge(spec: JudgeSpec, progress: Progress) -> tuple[Transformer, Numbers]:
+    """Problem and answer → critique and score."""
+    rng = random.Random(f"judge/{spec.seed}")
+    model = make_model(spec.size, spec.seed)
+    seen = _cases(spec, random.Random(1), 256, "held_out")
+    good = 0
+
+    def example() -> Example:
+        text, candidate = _case(spec, rng, "train")
+        return critic.judge_prompt(text, candidate), critic.critique(text, candidate)
+
+    def check() -> Check:
+        nonlocal good
+        now = _measure(model, seen, spec.temperature)
+        good = good + 1 if now["verdict"] >= spec.accuracy and now["exact_score"] >= 0.97 else 0
+        note = f"verdicts {now['verdict']:.3f}, scores {now['exact_score']:.3f}"
+        return Check(good >= 2, settle=now["exact_score"] > 0.9, note=note)
+
+    steps = fit(model, lambda n: [example() for _ in range(n)], check, steps=spec.steps, every=25,
+                progress=_report(progress))  # fmt: skip
+    unseen = _cases(spec, random.Random(2), 1024, "held_out")
+    return model, {"steps": float(steps), **_measure(model, unseen, spec.temperature)}
+
+
+def _case(spec: JudgeSpec, rng: random.Random, split: Split) -> Example:
+    """A problem and an answer to it."""
+    text, _ = draw(rng.choice(spec.tasks), rng, split)
+    return text, critic.draw_candidate(text, rng)
+
+
+def _cases(spec: JudgeSpec, rng: random.Random, n: int, split: Split) -> list[Example]:
+    return [_case(spec, rng, split) for _ in range(n)]
+
+
+def _measure(model: Transformer, cases: list[Example], temperature: float) -> Numbers:
+    """Against the ground truth: a verdict is right if the score is full exactly where the answer is right.
+
+    A critique without a score is a wrong verdict; false positives are counted among the wrong answers.
+    """
+    written = sample(model, [critic.judge_prompt(*case) for case in cases], max_tokens=CRITIQUE,
+                     temperature=temperature, generator=torch.Generator().manual_seed(0))  # fmt: skip
+    said = [critic.read_score(text) for text in written]
+    truth = [is_correct(*case) for case in cases]
+    full = [score == critic.FULL for score in said]
+    right = [score is not None and f == t for score, f, t in zip(said, full, truth, strict=True)]
+    exact = [score == critic.score(*case) for score, case in zip(said, cases, strict=True)]
+    wrongly_full = [f for f, t in zip(full, truth, strict=True) if not t]
+    return {
+        "verdict": sum(right) / len(cases),
+        "false_positive": sum(wrongly_full) / len(wrongly_full),
+        "exact_score": sum(exact) / len(cases),
+        "parsed": sum(score is not None for score in said) / len(cases),
+    }
