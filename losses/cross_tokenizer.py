@@ -54,8 +54,8 @@ def cross_tokenizer_advantage(
     Args:
       logp: [T]. teacher_logp: [T'], of the teacher's own tokens. span, teacher_span: see `span_logp`.
       mask: [T] bool. A span that is masked in part is left out.
-    Returns: adv [T], 0 off-mask; aux: kl, the span's difference in equal parts on its tokens, so that its sum is
-      sum log S - sum log T.
+    Returns: adv [T], 0 off-mask; aux: kl, the span's difference in equal parts on its tokens, so that it sums
+      up to sum log S - sum log T.
     Raises ValueError for shapes that do not fit.
     """
     if logp.shape != span.shape or logp.shape != mask.shape or teacher_logp.shape != teacher_span.shape:
@@ -74,15 +74,15 @@ def cross_tokenizer_advantage(
 def uld_divergence(
     student_logits: Tensor, teacher_logp: Tensor, mask: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Universal logit distillation: L1 between the sorted probabilities of two vocabularies, at aligned positions.
+    """Universal logit distillation: L1 between sorted probabilities of two vocabularies, at aligned positions.
 
     L = sum_i |S_(i) - T_(i)|,  S_(1) >= S_(2) >= …, the shorter list continued with 0
 
     It knows how sure the teacher is, not of what: any renaming of tokens gives the same loss. In [0, 2].
 
     student_logits: [..., V]; S = softmax(student_logits / temperature). teacher_logp: [..., V'], log-probs
-    at the temperature wanted. mask: [...] bool. Returns loss, 0 off-mask; aux: top and teacher_top, the largest
-    probabilities. Raises ValueError for temperature <= 0 or leading shapes that differ.
+    at the temperature wanted. mask: [...] bool. Returns loss, 0 off-mask; aux: top and teacher_top, the
+    largest probabilities. Raises ValueError for temperature <= 0 or leading shapes that differ.
     See "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss" (arXiv:2402.12030).
     """
     if temperature <= 0 or student_logits.shape[:-1] != teacher_logp.shape[:-1]:

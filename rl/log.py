@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl.config import Config, to_dict
 from rl.ledger import Event
@@ -115,12 +115,13 @@ def _keep(path: Path, wanted: Callable[[int, dict[str, Any]], bool]) -> None:
         path.write_text("".join(line + "\n" for line in kept))
 
 
-def wandb_mode(cfg: Config) -> str:
+def wandb_mode(cfg: Config) -> Literal["online", "offline", "disabled"]:
     """auto: online where an account is configured (WANDB_API_KEY, WANDB_MODE or ~/.netrc), else offline."""
     if cfg.log.wandb != "auto":
         return cfg.log.wandb
-    if mode := os.environ.get("WANDB_MODE"):
-        return mode
+    match os.environ.get("WANDB_MODE"):
+        case "online" | "offline" | "disabled" as mode:
+            return mode
     netrc = Path.home() / ".netrc"
     has_account = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
     return "online" if has_account else "offline"

@@ -20,7 +20,8 @@ class RoleError(RuntimeError):
 
 
 class Handle(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     async def call(self, method: str, *args: Any, returns: int = 1) -> Any:
         """The method's result. With returns > 1 the first value is fetched, the others stay where they are

@@ -44,7 +44,7 @@ class Decoder:
         self.probe_ids = tuple(probe_ids)
         self.model = fix_shapes(Transformer(cfg, device=device))
         self._copy(weights)
-        self.cache = KVCache(cfg, max_slots, max_len, device, self.model.head.dtype)
+        self.cache = KVCache(cfg, max_slots, device, self.model.head.dtype)
         self.buckets = torch.tensor([bucket_of(max(n, 1), max_len) for n in range(max_len + 1)])
         self.waiting: deque[Request] = deque()
         self.owner: dict[int, tuple[Request, int]] = {}  # slot -> request, index of the sample

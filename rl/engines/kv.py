@@ -14,17 +14,21 @@ from models.transformer import Attend, Transformer
 
 
 class KVCache:
-    """One slot of `max_len` tokens per running sample, and one more slot for the writes of dummy rows.
+    """One slot per running sample, and one more slot for the writes of dummy rows.
 
-    Per layer [slots + 1, max_len, 2 K H]: a token's keys and values lie side by side, a slot's tokens in
-    order, so that one copy per row gathers the first tokens of a slot.
+    Per layer [slots + 1, length, 2 K H]: a token's keys and values lie side by side, a slot's tokens in order,
+    so that one copy per row gathers the first tokens of a slot. The length grows with the longest sample.
     """
 
-    def __init__(self, cfg: ModelConfig, slots: int, max_len: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, cfg: ModelConfig, slots: int, device: str, dtype: torch.dtype) -> None:
         width = 2 * cfg.n_kv_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
-        self.layers = [torch.zeros(slots + 1, max_len, width, device=device, dtype=dtype)
-                       for _ in range(cfg.n_layers)]
+        self.layers = [torch.zeros(slots + 1, 0, width, device=device, dtype=dtype) for _ in range(cfg.n_layers)]
+
+    def _reserve(self, length: int) -> None:
+        short = length - self.layers[0].shape[1]
+        if short > 0:
+            self.layers = [F.pad(cache, (0, 0, 0, short)) for cache in self.layers]
 
     def decode(
         self, slots: Tensor, positions: Tensor, lengths: Sequence[int], counts: Sequence[int]
@@ -33,9 +37,10 @@ class KVCache:
 
         Rows come in groups: the first counts[0] see the first lengths[0] places of their slots, and so on.
         """
+        self._reserve(max(lengths))
         device = self.layers[0].device
-        max_len, width = self.layers[0].shape[1:]
-        places = (slots * max_len + positions).to(device)
+        room, width = self.layers[0].shape[1:]
+        places = (slots * room + positions).to(device)
         slots, positions = slots.to(device), positions.to(device)
         counts = list(counts)
         parts = []
@@ -60,6 +65,7 @@ class KVCache:
 
     def write(self, slots: Tensor, kv: Sequence[Tensor]) -> None:
         """Fill the first L places of `slots` [R] with keys and values [R, L, 2 K H] per layer."""
+        self._reserve(kv[0].shape[1])
         for cache, new in zip(self.layers, kv, strict=True):
             cache[slots.to(cache.device), : new.shape[1]] = new
 

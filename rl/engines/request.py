@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import Tensor
 
+from rl.engines.base import PauseMode
 from rl.types import Completion, SamplingParams
 
 
@@ -49,3 +51,8 @@ def check_request(ids: Sequence[int], params: SamplingParams, *, vocab_size: int
                          f"at least 1 to sample, at most {max_len} in all")
     if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0:
         raise ValueError(f"generate: expected temperature >= 0, 0 < top_p <= 1 and top_k >= 0, got {params}")
+
+
+def check_mode(function: str, mode: str) -> None:
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"{function}: mode must be one of {get_args(PauseMode)}, got {mode!r}")

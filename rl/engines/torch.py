@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from models.weights import Weights
 from rl.engines.base import EngineStats, PauseMode, UpdateReport
 from rl.engines.decoder import Decoder
-from rl.engines.request import Finished, Request, check_ids, check_request
+from rl.engines.request import Finished, Request, check_ids, check_mode, check_request
 from rl.types import Completion, SamplingParams, Scores
 
 R = TypeVar("R")
@@ -26,9 +26,9 @@ R = TypeVar("R")
 class TorchEngine:
     """`rl.engines.base.Engine` for our Transformer on CPU or CUDA.
 
-    Tokens and log-probs of a sample are the same bits whoever runs beside it. Samples beyond `max_slots` wait
-    in the order of their arrival. Deadlines are the caller's. If a step raises, every waiting caller gets a
-    RuntimeError from it, and so does every later call.
+    On CPU the tokens and log-probs of a sample are the same bits whoever runs beside it; on CUDA they agree up
+    to rounding. Samples beyond `max_slots` wait in the order of their arrival. Deadlines are the caller's. If a
+    step raises, every waiting caller gets a RuntimeError from it, and so does every later call.
     """
 
     def __init__(
@@ -213,6 +213,7 @@ class TorchEngine:
         "wait" waits for running samples, so for `resume` too where the engine is paused. Raises ValueError
         where names or shapes do not fit; then nothing has changed.
         """
+        check_mode("update", mode)
         new = cast(Weights, weights)
 
         def load(decoder: Decoder) -> UpdateReport:
@@ -231,6 +232,7 @@ class TorchEngine:
         and values of running samples anew.
         """
         self._check()
+        check_mode("pause", mode)
         if mode == "wait":
             async with self._drained():
                 self._paused = True

@@ -576,6 +576,18 @@ def test_requests_that_cannot_be_served_are_refused(make, prompt, change, names)
     run(main())
 
 
+def test_an_unknown_mode_is_refused(make):
+    async def main():
+        engine = make(CFG, state(build()))
+        await engine.start()
+        for call in (engine.pause("drain"), engine.update(1, state(build()), mode="drain")):
+            with pytest.raises(ValueError, match="drain"):
+                await call
+        await engine.stop()
+
+    run(main())
+
+
 def test_an_error_in_a_step_reaches_every_caller_and_every_later_call():
     async def main():
         engine = TorchEngine(CFG, state(build()), max_slots=2)
