@@ -264,14 +264,14 @@ _BACKSLASH = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')  # a lone one i
 
 def _json(text: str, keys: Sequence[str], value: _Value, number: Callable[[float], Judgement]) -> list[Found]:
     text = _BACKSLASH.sub(lambda m: m[0] if len(m[0]) > 1 else r"\\", text).rstrip()
-    found, pos, budget = [], 0, 8 * len(text) + 1000  # characters that failed attempts may read: linear time
+    found, pos, budget = [], 0, 100 * len(text) + 1000  # characters that failures may read: linear time
     while budget > 0 and (m := _JSON_START.search(text, pos)):
         try:
             decoded, pos = _DECODER.raw_decode(text, m.start())
         except json.JSONDecodeError as e:
             if e.pos >= len(text) or e.msg.startswith("Unterminated"):
                 return [*found, (4, m.start(), Judgement("truncated"))]
-            pos, budget = m.end(), budget - (e.pos - m.start()) - 1
+            pos, budget = m.end(), budget - e.pos - 1
         except RecursionError:
             return [*found, (4, m.start(), Judgement("no_match"))]
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 Backend = Literal["varlen", "padded"]
 
@@ -64,9 +64,7 @@ def make_layout(
 def attention_backend(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Backend:
     """Which way `packed_attention` goes: torch's varlen attention on CUDA in half precision, or padding."""
     half = dtype in (torch.bfloat16, torch.float16)
-    if torch.device(device).type == "cuda" and half and importlib.util.find_spec("torch.nn.attention.varlen"):
-        return "varlen"
-    return "padded"
+    return "varlen" if torch.device(device).type == "cuda" and half else "padded"
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
@@ -88,8 +86,6 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     groups = q.shape[1] // k.shape[1]
     if groups > 1:  # torch 2.11's varlen_attn has no enable_gqa
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

@@ -49,9 +49,9 @@ def form_batch(
 ) -> Formed:
     """The B oldest groups that are young enough, by ordinal; those too old are named, never trained.
 
-    age = version − version_min must lie in [0, η]. `unready` are the admitted ordinals still on their way: with
-    late="wait" none of them may be overtaken, with "drop" the batch is made of whatever is ready.
-    Raises ValueError for a group from the future: a version that the trainer has not made.
+    age = version − version_min must lie in [0, η]. `unready` are the admitted ordinals still on their way:
+    with late="wait" none of them may be overtaken, with "drop" the batch is made of whatever is ready. Raises
+    ValueError for a group from the future: a version that the trainer has not made.
     """
     for group in ready:
         if group.version_min > version:

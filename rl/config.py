@@ -15,7 +15,7 @@ from typing import Any, Literal
 class Data:
     file: str | None = None
     """JSONL with one prompt a line: {"prompt", "answer"?, "key"?, ...}. None: the demo's own tasks."""
-    tasks: tuple[str, ...] = ("reverse",)
+    tasks: tuple[Literal["reverse", "sort", "add"], ...] = ("reverse",)
     """Demo tasks: reverse, sort, add. The task's name is the prompt's key."""
     size: int = 20_000
     """Demo prompts generated for training."""
@@ -249,12 +249,12 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         ),
         (
             s.temperature <= 0,
-            f"sampler.temperature must be > 0, got {s.temperature}: greedy samples have no log-probability to learn from",
+            f"sampler.temperature must be > 0, got {s.temperature}: greedy samples teach nothing",
         ),
         (s.max_tokens < 1, f"sampler.max_tokens must be >= 1, got {s.max_tokens}"),
         (
             s.slots < s.samples,
-            f"sampler.slots ({s.slots}) must hold one group of sampler.samples ({s.samples}), else it can never run",
+            f"sampler.slots ({s.slots}) cannot hold a group of sampler.samples ({s.samples})",
         ),
         (s.replicas < 1, f"sampler.replicas must be >= 1, got {s.replicas}"),
         (t.steps < 1, f"trainer.steps must be >= 1, got {t.steps}"),
@@ -262,7 +262,7 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         (t.ranks < 1, f"trainer.ranks must be >= 1, got {t.ranks}"),
         (
             t.prompts < t.ranks,
-            f"trainer.prompts ({t.prompts}) must be >= trainer.ranks ({t.ranks}): a rank without a group never works",
+            f"trainer.prompts ({t.prompts}) must be >= trainer.ranks ({t.ranks}): every rank needs a group",
         ),
         (t.lr < 0, f"trainer.lr must be >= 0, got {t.lr}"),
         (t.micro_tokens < 1, f"trainer.micro_tokens must be >= 1, got {t.micro_tokens}"),
@@ -289,7 +289,7 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         ),
         (
             cfg.uses_teachers and sampled_only and loss.distill_top_k != 0,
-            "loss.distill_top_k has no effect with loss.distill_form advantage (sampled tokens only): set it to 0",
+            "loss.distill_top_k has no effect with loss.distill_form advantage: set it to 0",
         ),
         (cfg.uses_teachers and not cfg.teachers, "loss.distill is not 0 but there are no teachers"),
         (

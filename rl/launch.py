@@ -7,7 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rl.types import Prompt
 class Start:
     """Where a run begins: anew, or at a checkpoint."""
 
-    folder: Path
+    folder: Path | None = None  # None: a new one
     version: int = 0
     ledger: Ledger = Ledger()
     events: int = 0
@@ -32,37 +33,48 @@ class Start:
 
 
 def launch(cfg: Config, *, only_plan: bool, resume: str | None) -> int:
-    """The whole run. Returns the exit code; 0 only if it came to its end. Faults of the user are ConfigError."""
+    """The whole run. Returns the exit code, 0 only at its end. Raises ConfigError for the user's faults."""
     began = time.monotonic()
-    with Display(cfg.trainer.steps) as show:
+    with Display(cfg.trainer.steps) as show, ExitStack() as stack:
         try:
-            if cfg.ray.address is None:  # what cannot fit here is said before anything is built
-                plan.make_plan(cfg, [plan.Node("this machine", float(os.cpu_count() or 1))])
             rows = read_rows(cfg)
+            nodes = local_nodes()
+            if cfg.ray.address is not None:
+                from rl.actors.cluster import cluster
+
+                nodes = stack.enter_context(cluster(cfg))
+            placed = plan.make_plan(cfg, nodes)
             from rl.objective import describe
 
+            show.lines("plan", plan.describe(cfg, placed))
+            show.lines("objective", describe(cfg))
             if only_plan:
-                with _nodes(cfg) as nodes:
-                    show.lines("plan", plan.describe(cfg, plan.make_plan(cfg, nodes)))
-                show.lines("objective", describe(cfg))
                 return 0
-            start = find_start(cfg, resume, show)
-            return _launch(cfg, rows, start, show, began)
+            return _launch(cfg, placed, rows, find_start(cfg, resume, show), show, stack, began)
         except (plan.PlanError, DataError) as error:
             raise ConfigError(str(error)) from None
+
+
+def local_nodes() -> list[plan.Node]:
+    """This machine as the one node of a private cluster."""
+    import torch
+
+    return [plan.Node("this machine", float(os.cpu_count() or 1), float(torch.cuda.device_count()))]
 
 
 def read_rows(cfg: Config) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows), checked for all that can be known without a model."""
     if cfg.data.file is None:
-        from rl.demo.tasks import make_rows
+        from rl.demo.tasks import make_prompts as demo_prompts
 
-        train = make_rows(cfg.data.tasks, cfg.data.size, cfg.seed, "train")
-        held_out = make_rows(cfg.data.tasks, cfg.data.held_out, cfg.seed, "held_out")
+        train = _rows(demo_prompts(cfg.data.tasks, cfg.data.size, cfg.seed, "train"))
+        held_out = _rows(demo_prompts(cfg.data.tasks, cfg.data.held_out, cfg.seed, "held_out"))
     else:
         rows = read_jsonl(cfg.data.file)
         if len(rows) <= cfg.data.held_out:
-            raise DataError(f"{cfg.data.file} has {len(rows)} prompts; data.held_out ({cfg.data.held_out}) leaves none")
+            raise DataError(
+                f"{cfg.data.file} has {len(rows)} prompts; data.held_out ({cfg.data.held_out}) leaves none"
+            )
         cut = len(rows) - cfg.data.held_out
         train, held_out = rows[:cut], rows[cut:]
     served = route(cfg) if cfg.uses_teachers else None
@@ -70,14 +82,21 @@ def read_rows(cfg: Config) -> tuple[list[Row], list[Row]]:
         if cfg.reward.rule and row.answer is None:
             raise DataError(f"{row.where}: the prompt has no answer, and reward.rule needs one")
         if served is not None and row.key not in served:
-            raise DataError(f"{row.where}: key {row.key!r} has no teacher; the teachers serve {sorted(served)}")
+            raise DataError(
+                f"{row.where}: key {row.key!r} has no teacher; the teachers serve {sorted(served)}"
+            )
     return train, held_out
 
 
+def _rows(problems: list[tuple[str, str, str]]) -> list[Row]:
+    return [Row(f"demo problem {text}", text, answer, key, {}) for text, answer, key in problems]
+
+
 def find_start(cfg: Config, resume: str | None, show: Display) -> Start:
-    """A new folder, or the newest complete checkpoint of the run to resume ("newest": the latest run of this name)."""
+    """A new folder, or the newest complete checkpoint of the run to resume ("newest": the latest run of this
+    name)."""
     if resume is None:
-        return Start(folder=new_folder(cfg))
+        return Start()
     folder = Path(resume).resolve()
     if resume == "newest":
         runs = sorted(Path(cfg.log.dir).resolve().glob(f"{cfg.name}-*"), key=lambda p: p.stat().st_mtime)
@@ -98,50 +117,52 @@ def find_start(cfg: Config, resume: str | None, show: Display) -> Start:
 
 
 def _launch(
-    cfg: Config, rows: tuple[list[Row], list[Row]], start: Start, show: Display, began: float
+    cfg: Config,
+    placed: plan.Plan,
+    rows: tuple[list[Row], list[Row]],
+    start: Start,
+    show: Display,
+    stack: ExitStack,
+    began: float,
 ) -> int:
     from rl.actors.cluster import Casting, cast_roles, cluster, seated, stop_roles
     from rl.loop import Loop, NothingToTrain
-    from rl.objective import describe
     from rl.roles import RoleError
     from rl.sources import load_bundles, resolve
     from rl.sync import SyncError
 
-    with cluster(cfg) as nodes:
-        placed = plan.make_plan(cfg, nodes)
-        show.lines("plan", plan.describe(cfg, placed))
-        show.lines("objective", describe(cfg))
-        bundles = load_bundles(cfg, resolve(cfg, show), start.checkpoint)
-        prompts, held_out = (_encode(cfg, part, bundles) for part in rows)
-        with (
-            RunLog(start.folder, cfg, version=start.version, events=start.events) as log,
-            seated(placed, start.folder.name, cfg.deadlines.start) as group,
-        ):
-            casting = Casting(start.folder.name, group, placed)
-            loop = Loop(
-                cfg=cfg,
-                roles=cast_roles(cfg, bundles, casting, start.version),
-                stream=Stream(prompts, cfg.seed, cfg.data.shuffle),
-                held_out=held_out,
-                log=log,
-                show=show,
-                version=start.version,
-                ledger=start.ledger,
-            )
-            show.note(f"starting {len(placed.seats)} actors; the run's files: {start.folder}")
-            try:
-                result = asyncio.run(_until_done(loop, str(start.checkpoint) if start.checkpoint else None))
-            except (RoleError, SyncError, NothingToTrain) as error:
-                show.end_live()
-                show.note(f"the run ended at step {loop.version}: {error}", "bold red")
-                if cfg.checkpoint.every:
-                    show.note(f"go on from its last checkpoint with --exp {cfg.name} --resume {start.folder}")
-                return 1
-            show.end_live()
-            asyncio.run(stop_roles(loop.roles))
-            result["seconds"] = time.monotonic() - began
-            log.summary(result)
-    summary.print_summary(result, cfg, start.folder, show)
+    bundles = load_bundles(cfg, resolve(cfg, show), start.checkpoint)
+    prompts, held_out = (_encode(cfg, part, bundles) for part in rows)
+    folder = start.folder or new_folder(cfg)
+    resumed = str(start.checkpoint) if start.checkpoint else None
+    if cfg.ray.address is None:
+        stack.enter_context(cluster(cfg))
+    log = stack.enter_context(RunLog(folder, cfg, version=start.version, events=start.events))
+    try:
+        group = stack.enter_context(seated(placed, folder.name, cfg.deadlines.start))
+        loop = Loop(
+            cfg=cfg,
+            roles=cast_roles(cfg, bundles, Casting(folder.name, group, placed), start.version),
+            stream=Stream(prompts, cfg.seed, cfg.data.shuffle),
+            held_out=held_out,
+            log=log,
+            show=show,
+            version=start.version,
+            ledger=start.ledger,
+        )
+        show.note(f"starting {len(placed.seats)} actors; the run's files: {folder}")
+        result = asyncio.run(_until_done(loop, resumed))
+    except (RoleError, SyncError, NothingToTrain) as error:
+        show.end_live()
+        show.note(f"the run ended: {error}", "bold red")
+        if checkpoint.newest(folder, lambda text: None):
+            show.note(f"go on from its last checkpoint with --exp {cfg.name} --resume {folder}")
+        return 1
+    show.end_live()
+    asyncio.run(stop_roles(loop.roles))
+    result["seconds"] = time.monotonic() - began
+    log.summary(result)
+    summary.print_summary(result, cfg, folder, show)
     return 0 if result["version"] == cfg.trainer.steps else 130
 
 
@@ -168,13 +189,3 @@ def _encode(cfg: Config, rows: list[Row], bundles: Mapping[str, Any]) -> list[Pr
         keys=route(cfg) if cfg.uses_teachers else None,
         max_prompt=min(policy.cfg.max_len, cfg.trainer.micro_tokens) - cfg.sampler.max_tokens,
     )
-
-
-def _nodes(cfg: Config):
-    from contextlib import nullcontext
-
-    from rl.actors.cluster import cluster
-
-    if cfg.ray.address is not None:
-        return cluster(cfg)
-    return nullcontext([plan.Node("this machine", float(os.cpu_count() or 1))])

@@ -63,8 +63,8 @@ class RunLog:
     under way."""
 
     def __init__(self, folder: Path, cfg: Config, *, version: int = 0, events: int = 0) -> None:
-        """version, events: how far the run had come at the checkpoint that it goes on from; what was logged after it
-        is cut off."""
+        """version, events: how far the run had come at the checkpoint that it goes on from; what was logged
+        after it is cut off."""
         self.folder, self.events = folder, events
         _keep(folder / "metrics.jsonl", lambda _, line: line["step"] <= version)
         _keep(folder / "samples.jsonl", lambda _, line: line["step"] <= version)
@@ -108,7 +108,8 @@ class RunLog:
 
 
 def _keep(path: Path, wanted: Callable[[int, dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file with the lines that are wanted, by number and content; a line that a kill cut short goes."""
+    """Rewrite a JSONL file with the lines that are wanted, by number and content; a line that a kill cut
+    short goes."""
     if path.exists():
         lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
         kept = [line for i, line in enumerate(lines) if wanted(i, json.loads(line))]

@@ -1,7 +1,6 @@
 """The controller: prompt → sample → outcome → advantage → batch → step → version, all at the same time.
 
-One asyncio loop. Every admitted group is followed by one coroutine (`_follow`); one coroutine trains
-(`_train`); new
+One asyncio loop. Every admitted group is followed by one coroutine (rl/follow.py); one trains (`_train`); new
 weights travel in one of their own (`_sync`). Tokens never pass through here, only what is said about them.
 """
 
@@ -11,53 +10,34 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rl import admission, checkpoint, lessons, packing, sync
 from rl.actors.trainer import Errand
-from rl.config import Config, route
+from rl.config import Config
 from rl.data import Stream
 from rl.display import Display
 from rl.evaluate import evaluate
+from rl.follow import Group, follow
 from rl.ledger import Event, Kind, Ledger, Reason, apply
 from rl.log import RunLog
 from rl.monitor import Monitor
-from rl.rewards import combine
-from rl.roles import Pool, RoleError, Roles
-from rl.seeds import fold_in
-from rl.types import InfraFail, Outcome, Prompt, SampleMeta, Verdict
+from rl.roles import RoleError, Roles
+from rl.types import InfraFail, Prompt
+
+# Reason of a drop → what to do if nothing else happens.
+HINTS = {
+    "zero_signal": "every group's rewards are all equal: take easier or harder prompts, more samples, "
+    "another reward, or loss.zero_signal keep",
+    "judge": "no judgement could be read: look at samples.jsonl, judge.label and judge.max_tokens",
+    "infra": "the judge does not answer",
+    "stale": "samples are too old once they are ready: raise staleness.max_age or lower trainer.prompts",
+}
 
 
 class NothingToTrain(RuntimeError):
     """Groups keep being dropped and none becomes ready: the run ends and says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """One prompt's samples with all that was said of them. `tokens`, `teacher`, `reference` are
-    references."""
-
-    ordinal: int
-    prompt: Prompt
-    metas: Sequence[SampleMeta]
-    verdicts: Sequence[Verdict]  # of the judge; empty without one
-    outcomes: Sequence[dict[str, Outcome]]  # producer → outcome, for each sample
-    rewards: tuple[float | None, ...]
-    tokens: Any
-    teacher: Any = None
-    reference: Any = None
-
-    @property
-    def version_min(self) -> int:
-        return min(m.version_min for m in self.metas)
-
-    @property
-    def rated(self) -> lessons.Rated:
-        return lessons.Rated(
-            n_tokens=tuple(m.n_tokens for m in self.metas),
-            rewards=self.rewards,
-            taught=self.teacher is not None,
-        )
 
 
 @dataclass(slots=True)
@@ -83,7 +63,8 @@ class Loop:
     def __post_init__(self) -> None:
         self.monitor = Monitor(self.roles.engines())
 
-    # ── the run ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the run
+    # ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self, resume: str | None = None) -> dict[str, Any]:
         """Everything from starting the actors to the summary's numbers."""
@@ -106,7 +87,12 @@ class Loop:
             for task in (poll, *self.followers):
                 task.cancel()
         after = await evaluate(self.cfg, self.roles, self.held_out)
-        return {"before": before, "after": after, "version": self.version, "steps": self.version - first} | self.monitor.totals(self.ledger)
+        return {
+            "before": before,
+            "after": after,
+            "version": self.version,
+            "steps": self.version - first,
+        } | self.monitor.totals(self.ledger)
 
     async def _bring_up(self, resume: str | None) -> None:
         """All actors start at the same time; then every engine proves that it holds the trainer's weights."""
@@ -127,12 +113,15 @@ class Loop:
             tasks.create_task(start_trainer())
         await self._serve()
 
-    # ── a group's life ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── a group's life
+    # ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
         room = admission.room(
             trained=self.ledger.trained, live=len(self.ledger.live), version=self.served,
-            max_age=self.cfg.staleness.max_age, prompts=self.cfg.trainer.prompts, steps=self.cfg.trainer.steps,
+            max_age=self.cfg.staleness.max_age,
+            prompts=self.cfg.trainer.prompts,
+            steps=self.cfg.trainer.steps,
         )  # fmt: skip
         for _ in range(room):
             ordinal, attempt = self.ledger.upcoming()
@@ -143,66 +132,12 @@ class Loop:
 
     async def _follow(self, ordinal: int, attempt: int) -> None:
         """One group from its prompt to being ready, or dropped."""
-        cfg, prompt = self.cfg, self.stream[ordinal]
-        seeds = self._seeds("sample", ordinal, attempt)
-        self._mark("dispatch", ordinal)
-        metas, tokens = await self.roles.sampler.call(
-            "generate", prompt.ids, seeds, f"{ordinal}.{attempt}", deadline=cfg.deadlines.generate, returns=2
-        )
-        if any(m.finish == "abort" for m in metas):
-            return self._drop(ordinal, "stale", again=True)
-        self._mark("generate", ordinal)
-        (verdicts, outcomes), teacher, reference = await asyncio.gather(
-            self._rate(ordinal, attempt, prompt, [m.text for m in metas]),
-            self._teach(ordinal, prompt, tokens),
-            self._score(self.roles.reference, tokens),
-        )
-        weights = {"judge": cfg.reward.judge, "rule": cfg.reward.rule}
-        self._settle(
-            Group(
-                ordinal=ordinal,
-                prompt=prompt,
-                metas=metas,
-                verdicts=verdicts,
-                outcomes=outcomes,
-                rewards=tuple(combine(o, weights) for o in outcomes),
-                tokens=tokens,
-                teacher=teacher,
-                reference=reference,
-            )  # fmt: skip
-        )
-
-    async def _rate(
-        self, ordinal: int, attempt: int, prompt: Prompt, texts: Sequence[str]
-    ) -> tuple[Sequence[Verdict], list[dict[str, Outcome]]]:
-        """Judge and rule at the same time. Without either, no producer has said anything."""
-        judge, rule, wait = self.roles.judge, self.roles.rule, self.cfg.deadlines.judge
-        seeds = self._seeds("judge", ordinal, attempt)
-        verdicts, rated = await asyncio.gather(
-            judge.call("judge", prompt, texts, seeds, deadline=wait) if judge else _nothing(),
-            rule.call("rate", prompt, texts, deadline=wait) if rule else _nothing(),
-        )
-        outcomes: list[dict[str, Outcome]] = [{} for _ in texts]
-        for i, verdict in enumerate(verdicts):
-            outcomes[i]["judge"] = verdict.outcome
-        for i, outcome in enumerate(rated):
-            outcomes[i]["rule"] = outcome
-        if judge or rule:
-            self._mark("score", ordinal)
-        return verdicts, outcomes
-
-    async def _teach(self, ordinal: int, prompt: Prompt, tokens: Any) -> Any:
-        if not self.roles.teachers:
-            return None
-        scores = await self._score(self.roles.teachers[route(self.cfg)[prompt.key]], tokens)
-        self._mark("teach", ordinal)
-        return scores
-
-    async def _score(self, pool: Pool | None, tokens: Any) -> Any:
-        if pool is None:
-            return None
-        _, scores = await pool.call("teach", tokens, deadline=self.cfg.deadlines.teach, returns=2)
-        return scores
+        mark = partial(self._mark, ordinal=ordinal)
+        group = await follow(self.cfg, self.roles, self.stream[ordinal], ordinal, attempt, mark)
+        if group is None:
+            self._drop(ordinal, "stale", again=True)
+        else:
+            self._settle(group)
 
     def _settle(self, group: Group) -> None:
         """Ready, or dropped because nothing can be learnt from it."""
@@ -225,7 +160,8 @@ class Loop:
         self._apply(self._event(kind, ordinal))
 
     def _drop(self, ordinal: int, reason: Reason, *, again: bool) -> None:
-        """Give the admission back. `again`: the prompt is issued once more, unless it has had all its attempts."""
+        """Give the admission back. `again`: the prompt is issued once more, unless it has had all its
+        attempts."""
         again = again and self.ledger.live[ordinal].attempt + 1 < self.cfg.staleness.attempts
         self._apply(self._event("drop", ordinal, reason=reason, again=again))
         self.monitor.dropped(self.ready.pop(ordinal, None))
@@ -242,10 +178,8 @@ class Loop:
         assert self.ledger.balanced, self.ledger
         self.log.event(event)
 
-    def _seeds(self, purpose: str, ordinal: int, attempt: int) -> list[int]:
-        return [fold_in(self.cfg.seed, purpose, ordinal, attempt, i) for i in range(self.cfg.sampler.samples)]
-
-    # ── training ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── training
+    # ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _train(self) -> None:
         cfg, synced = self.cfg, None
@@ -280,7 +214,10 @@ class Loop:
             formed = admission.form_batch(
                 [admission.Ready(g.ordinal, g.version_min) for g in self.ready.values()],
                 self.ledger.live.keys() - self.ready.keys(),
-                version=self.version, max_age=cfg.staleness.max_age, prompts=cfg.trainer.prompts, late=cfg.staleness.late,
+                version=self.version,
+                max_age=cfg.staleness.max_age,
+                prompts=cfg.trainer.prompts,
+                late=cfg.staleness.late,
             )  # fmt: skip
             for ordinal in formed.stale:
                 self._drop(ordinal, "stale", again=True)
@@ -294,17 +231,10 @@ class Loop:
 
     def _why_barren(self) -> str:
         counts = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ledger.dropped.items()))
-        hints = {
-            "zero_signal": "every group's rewards are all equal: easier or harder prompts, more samples, another reward, "
-            "or loss.zero_signal keep",
-            "judge": "no judgement could be read: look at samples.jsonl, judge.label, judge.max_tokens",
-            "infra": "the judge does not answer",
-            "stale": "samples are too old when they are ready: raise staleness.max_age or lower trainer.prompts",
-        }
-        likely = max(self.ledger.dropped, key=lambda r: self.ledger.dropped[r])
+        likely = max(self.ledger.dropped, key=lambda reason: self.ledger.dropped[reason])
         return (
-            f"{self.barren} groups in a row were dropped and none could be trained (dropped so far: {counts}). "
-            f"{hints.get(likely, '')}"
+            f"{self.barren} groups in a row were dropped and none could be trained "
+            f"(dropped so far: {counts}). {HINTS.get(likely, '')}"
         )
 
     async def _step(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -363,13 +293,11 @@ class Loop:
         await trainer.call("save", lambda rank: (str(aside),), deadline=self.cfg.deadlines.train)
         unseen = [h.name for rank, h in enumerate(trainer.ranks) if not (aside / f"rank_{rank}").exists()]
         if unseen:
-            raise RoleError(f"{', '.join(unseen)} cannot write to {aside}: log.dir must be a folder that all nodes share")
+            raise RoleError(
+                f"{', '.join(unseen)} cannot write to {aside}: log.dir must be a folder that all nodes share"
+            )
         extra = {"events": self.log.events, "seconds": time.monotonic() - self.began}
         checkpoint.commit(folder, self.version, self.ledger, extra, keep=self.cfg.checkpoint.keep)
-
-
-async def _nothing() -> tuple[()]:
-    return ()
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

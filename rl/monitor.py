@@ -9,17 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl.engines.base import EngineStats
+from rl.follow import Group
 from rl.ledger import Ledger
 from rl.lessons import advantages
 from rl.rewards import exact, kinds
 from rl.roles import Pool
 from rl.types import InfraFail, Score, Verdict
-
-if TYPE_CHECKING:
-    from rl.loop import Group
 
 POLL_S = 1.0  # seconds between looks at the engines
 RATE_S = 5.0  # seconds over which the throughput is averaged
@@ -34,7 +32,9 @@ class Monitor:
     last_step: float = field(default_factory=time.monotonic)
     trainer_busy: float = 0.0
     starved: float = 0.0  # the trainer had no batch
-    tokens: deque[tuple[float, int]] = field(default_factory=deque)  # (when, sampled by policy and judge), recent
+    tokens: deque[tuple[float, int]] = field(
+        default_factory=deque
+    )  # (when, sampled by policy and judge), recent
     outcomes: Counter[str] = field(default_factory=Counter)  # of the judge, since the last step
     all_outcomes: Counter[str] = field(default_factory=Counter)
     dropped_lengths: list[int] = field(default_factory=list)
@@ -70,8 +70,8 @@ class Monitor:
         """Ask every engine once a second how busy it was; runs until it is cancelled."""
         before: dict[str, list[EngineStats]] = {}
         while True:
-            now = dict(zip(self.engines, await asyncio.gather(
-                *(pool.all("stats", deadline=deadline) for pool in self.engines.values())), strict=True))  # fmt: skip
+            asked = (pool.all("stats", deadline=deadline) for pool in self.engines.values())
+            now = dict(zip(self.engines, await asyncio.gather(*asked), strict=True))
             for name, stats in now.items() if before else ():
                 pairs = list(zip(before[name], stats, strict=True))
                 busy, wall = (

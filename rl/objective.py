@@ -111,36 +111,37 @@ def finish(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 def describe(cfg: Config) -> list[str]:
     """The effective objective in words and formulas, as it is printed at the start."""
-    loss, st = cfg.loss, cfg.staleness
-    lines = ["minimise  Σ_terms coef · Σ_tokens w · term      w from global counts, " + loss.agg]
+    loss = cfg.loss
+    lines = [f"minimise  Σ_terms coef · Σ_tokens w · term,  w from global counts ({loss.agg})"]
     if loss.policy:
-        cap = f", at most {loss.dual_clip:g}·|A| where A < 0" if loss.dual_clip else ""
-        lines.append(
-            f"{loss.policy:g} · policy    -min(ρ A, clip(ρ, {1 - loss.eps_low:g}, {1 + loss.eps_high:g}) A){cap}      "
-            f"ρ = π/μ, μ = π_prox = the sampler's log-probs at T={cfg.sampler.temperature:g}"
-        )
-        parts = [f"{w:g}·{n}" for n, w in (("judge", cfg.reward.judge), ("rule", cfg.reward.rule)) if w]
-        if parts:
-            spread = "/ (std + 1e-6)" if loss.scale == "std" else ""
+        low, high = 1 - loss.eps_low, 1 + loss.eps_high
+        cap = f", at most {loss.dual_clip:g} |A| where A < 0" if loss.dual_clip else ""
+        lines += [
+            f"{loss.policy:g} · policy   -min(ρ A, clip(ρ, {low:g}, {high:g}) A){cap}",
+            f"ρ = π / μ;  μ = π_prox = the sampler's log-probs at temperature {cfg.sampler.temperature:g}",
+        ]
+        terms = [f"{w:g} {name}" for name, w in (("judge", cfg.reward.judge), ("rule", cfg.reward.rule)) if w]
+        if terms:
+            spread = " / (std_group + 1e-6)" if loss.scale == "std" else ""
             lines.append(
-                f"           A = (r - mean_group) {spread}, r = {' + '.join(parts)}; a missing reward is left out"
+                f"A = (r - mean_group){spread};  r = {' + '.join(terms)};  a missing reward is left out"
             )
         if cfg.uses_teachers and loss.distill_form == "advantage":
-            lines.append(f"           A += {loss.distill:g} · (teacher_logp - logp) per token")
-        if st.max_age == 0:
-            lines.append(
-                "           η = 0 and one optimiser step a batch: ρ = 1, so the clip never acts here"
-            )
+            lines.append(f"A += {loss.distill:g} (teacher_logp - logp), token by token")
+        if cfg.staleness.max_age == 0:
+            lines.append("η = 0 and one optimiser step a batch: ρ = 1, the clip never acts")
     if cfg.uses_reference:
-        lines.append(f"{loss.kl:g} · kl        {loss.kl_form}(π ‖ initial policy)")
-    if cfg.uses_teachers and loss.distill_form == "divergence":
-        kind = "KL(π ‖ teacher)" if loss.distill_kind == "reverse" else "KL(teacher ‖ π)"
-        support = (
-            f"teacher's top {loss.distill_top_k} and the tail" if loss.distill_top_k else "whole vocabulary"
-        )
-        lines.append(f"{loss.distill:g} · distill   {kind}, {support}")
+        lines.append(f"{loss.kl:g} · kl   {loss.kl_form}(π ‖ the initial policy)")
     if cfg.uses_teachers:
-        lines.append(
-            "           " + ", ".join(f"{'|'.join(t.keys)} → {name}" for name, t in cfg.teachers.items())
+        routes = ", ".join(f"{'|'.join(t.keys)} → {name}" for name, t in cfg.teachers.items())
+        support = (
+            f"the teacher's {loss.distill_top_k} best and the tail"
+            if loss.distill_top_k
+            else "the whole vocabulary"
         )
+        kind = "KL(π ‖ teacher)" if loss.distill_kind == "reverse" else "KL(teacher ‖ π)"
+        if loss.distill_form == "divergence":
+            lines.append(f"{loss.distill:g} · distill   {kind} over {support};  {routes}")
+        else:
+            lines.append(f"teachers: {routes}")
     return lines

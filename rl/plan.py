@@ -75,9 +75,10 @@ def make_plan(cfg: Config, nodes: Sequence[Node]) -> Plan:
         )
     share = min(1.0, _largest_share([n.cpus for n in nodes], actors))
     if share < SMALLEST_CPU:
+        listed = ", ".join(f"{n} {role}" for role, n in wanted.items())
         raise PlanError(
-            f"{actors} actors ({', '.join(f'{n} {role}' for role, n in wanted.items())}) on {cpus:g} cores leave less than "
-            f"{SMALLEST_CPU:g} of a core for each: lower the replicas or join a larger cluster with --ray.address"
+            f"{actors} actors ({listed}) on {cpus:g} cores leave less than {SMALLEST_CPU:g} of a core each: "
+            "lower the replicas or join a larger cluster with --ray.address"
         )
     on_gpu = cfg.trainer.device != "cpu" and gpus >= cfg.trainer.ranks
     seats = [
@@ -106,7 +107,7 @@ def describe(cfg: Config, plan: Plan) -> list[str]:
     bound = "synchronous" if st.max_age == 0 else f"no token older than {st.max_age} versions is trained"
     return [
         f"placement  {len(plan.nodes)} node(s), {cpus:g} cores, {gpus:g} GPUs: {seats}",
-        f"batch      {t.prompts} prompts x {s.samples} samples = {t.prompts * s.samples} answers a step, {t.steps} steps",
+        f"batch      {t.prompts} prompts x {s.samples} samples = {t.prompts * s.samples}, {t.steps} steps",
         f"staleness  η = {st.max_age}: {bound}; at most {(st.max_age + 1) * t.prompts} groups under way; "
         f"late groups: {st.late}; running samples at new weights: {st.weights}",
     ]

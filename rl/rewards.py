@@ -11,7 +11,8 @@ Rule = Callable[[Prompt, str], Outcome]
 
 
 def exact(prompt: Prompt, text: str) -> Outcome:
-    """1 if the text is the prompt's answer, surrounding white space aside, else 0. Abstains without an answer."""
+    """1 if the text is the prompt's answer, surrounding white space aside, else 0. Abstains without an
+    answer."""
     if prompt.answer is None:
         return Abstain("the prompt has no answer")
     return Score(float(text.strip() == prompt.answer.strip()))

@@ -17,13 +17,13 @@ def wanted(cfg: Config) -> dict[str, str | Spec]:
     """Name → folder, or what the demo must build: "policy", "judge", "teacher/<name>"."""
     models: dict[str, str | Spec] = {"policy": cfg.policy.model}
     if cfg.policy.model == "demo":
-        models["policy"] = PolicySpec(
-            tasks=cfg.data.tasks, seed=cfg.seed, accuracy=cfg.policy.warm_accuracy
-        )
+        models["policy"] = PolicySpec(tasks=cfg.data.tasks, seed=cfg.seed, accuracy=cfg.policy.warm_accuracy)
     if cfg.uses_judge:
         models["judge"] = JudgeSpec(tasks=cfg.data.tasks) if cfg.judge.model == "demo" else cfg.judge.model
     for name, teacher in cfg.teachers.items() if cfg.uses_teachers else ():
-        models[f"teacher/{name}"] = TeacherSpec(tasks=teacher.keys) if teacher.model == "demo" else teacher.model
+        models[f"teacher/{name}"] = (
+            TeacherSpec(tasks=teacher.keys) if teacher.model == "demo" else teacher.model
+        )
     return models
 
 
@@ -39,9 +39,11 @@ def resolve(cfg: Config, show: Display) -> dict[str, Path]:
 
 
 def load_bundles(cfg: Config, folders: Mapping[str, Path], checkpoint: Path | None) -> dict[str, Bundle]:
-    """Every model by value. A resumed run's policy is the checkpoint's; the reference is always the first policy.
+    """Every model by value. A resumed run's policy is the checkpoint's; the reference is always the first
+    policy.
 
-    Raises ConfigError naming the field for a folder that is no model, and where a teacher's vocabulary differs.
+    Raises ConfigError naming the field for a folder that is no model, and where a teacher's vocabulary
+    differs.
     """
     bundles = {name: _load(name, folder) for name, folder in folders.items()}
     policy = bundles["policy"]

@@ -19,7 +19,9 @@ def print_summary(result: Mapping[str, Any], cfg: Config, folder: Path, show: Di
         if name in before and name != "prompts"
     ]
     show.note("")
-    show.table(f"{after['prompts']:.0f} held-out problems, one sampled answer each", ["", "before", "after"], rows)
+    show.table(
+        f"{after['prompts']:.0f} held-out problems, one sampled answer each", ["", "before", "after"], rows
+    )
     show.note("")
     show.lines("where the time went", _time(result))
     show.lines("groups", _groups(result, cfg))
@@ -44,12 +46,17 @@ def _groups(result: Mapping[str, Any], cfg: Config) -> list[str]:
     dropped = ", ".join(f"{n} {reason}" for reason, n in result["dropped"].items()) or "none"
     lines = [
         f"{result['trained']} trained of {result['issued']} issued; dropped: {dropped}",
-        f"age of the trained samples: mean {result['age_mean']:.2f}, at most {result['age_max']} (bound {cfg.staleness.max_age})",
+        f"age of the trained samples: mean {result['age_mean']:.2f}, at most {result['age_max']} "
+        f"(bound {cfg.staleness.max_age})",
     ]
     if result["stale_length_ratio"]:
-        lines.append(f"stale groups were {result['stale_length_ratio']:.2f} times as long as the trained ones")
+        lines.append(
+            f"stale groups were {result['stale_length_ratio']:.2f} times as long as the trained ones"
+        )
     if result["judge_outcomes"]:
-        lines.append("judgements: " + ", ".join(f"{n} {kind}" for kind, n in sorted(result["judge_outcomes"].items())))
+        lines.append(
+            "judgements: " + ", ".join(f"{n} {kind}" for kind, n in sorted(result["judge_outcomes"].items()))
+        )
     return lines
 
 

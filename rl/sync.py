@@ -48,6 +48,6 @@ def verify(manifest: Manifest, report: UpdateReport, engine: str, *, atol: float
     if not all(gap <= atol for gap in gaps):  # NaN is not
         worst = next((gap for gap in gaps if gap != gap), max(gaps))
         raise SyncError(
-            f"{engine} has the tensors of version {manifest.version} but computes other log-probs: the probe is off by "
-            f"{worst:.3g} nats, allowed are {atol:g}"
+            f"{engine} has the tensors of version {manifest.version} but computes other log-probs: "
+            f"the probe is off by {worst:.3g} nats, allowed are {atol:g}"
         )

@@ -1,4 +1,4 @@
-"""python -m tests: lint, types and the fast tests. `--all` adds the slow ones. More arguments go to pytest."""
+"""python -m tests: lint, types and the fast tests. `--all` adds the slow ones; the rest goes to pytest."""
 
 import subprocess
 import sys

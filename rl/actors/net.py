@@ -19,7 +19,9 @@ def node_address() -> str:
 def interface_of(address: str) -> str:
     """Name of the interface with this IPv4 address. Raises ValueError listing the interfaces if there is
     none."""
-    if ipaddress.ip_address(address).is_loopback:  # all of 127.0.0.0/8, though the interface shows one of them
+    if ipaddress.ip_address(
+        address
+    ).is_loopback:  # all of 127.0.0.0/8, though the interface shows one of them
         address = "127.0.0.1"
     found = {name: _address_of(name) for _, name in socket.if_nameindex()}
     for name, its_address in found.items():

@@ -16,14 +16,15 @@ from models.transformer import Attend, Transformer
 class KVCache:
     """One slot per running sample, and one more slot for the writes of dummy rows.
 
-    Per layer [slots + 1, length, 2 K H]: a token's keys and values lie side by side, a slot's tokens in order,
-    so that one copy per row gathers the first tokens of a slot. The length grows with the longest sample.
+    Per layer [slots + 1, length, 2 K H]: a token's keys and values lie side by side, a slot's tokens in
+    order, so that one copy per row gathers the first tokens of a slot. The length grows with the longest row.
     """
 
     def __init__(self, cfg: ModelConfig, slots: int, device: str, dtype: torch.dtype) -> None:
         width = 2 * cfg.n_kv_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
-        self.layers = [torch.zeros(slots + 1, 0, width, device=device, dtype=dtype) for _ in range(cfg.n_layers)]
+        empty = torch.zeros(slots + 1, 0, width, device=device, dtype=dtype)
+        self.layers = [empty] * cfg.n_layers
 
     def _reserve(self, length: int) -> None:
         short = length - self.layers[0].shape[1]

@@ -26,9 +26,9 @@ R = TypeVar("R")
 class TorchEngine:
     """`rl.engines.base.Engine` for our Transformer on CPU or CUDA.
 
-    On CPU the tokens and log-probs of a sample are the same bits whoever runs beside it; on CUDA they agree up
-    to rounding. Samples beyond `max_slots` wait in the order of their arrival. Deadlines are the caller's. If a
-    step raises, every waiting caller gets a RuntimeError from it, and so does every later call.
+    On CPU the tokens and log-probs of a sample are the same bits whoever runs beside it; on CUDA they agree
+    up to rounding. Samples beyond `max_slots` wait in the order of their arrival. Deadlines are the caller's.
+    If a step raises, every waiting caller gets a RuntimeError from it, and so does every later call.
     """
 
     def __init__(

@@ -148,9 +148,11 @@ def test_equal_rewards_single_samples_and_missing_groups_give_exactly_zero_and_a
         reward[:] = torch.tensor(0.3)
     valid = torch.ones_like(reward, dtype=torch.bool)
     valid[4, 1:], valid[5] = False, False
+    reward[0, 6], valid[0, 6] = 9.0, False  # what is equal, is so among the valid ones
+    reward[1, 6], valid[1, 6] = -9.0, False
     adv, aux = ALL[name](reward, valid)
     assert not adv.any() and not aux["signal"].any()
-    assert aux["n_valid"].tolist() == [7, 7, 7, 7, 1, 0]
+    assert aux["n_valid"].tolist() == [6, 6, 7, 7, 1, 0]
 
 
 @every
@@ -324,6 +326,12 @@ def test_whitened_tokens_have_mean_zero_and_unbiased_variance_one_and_equal_ones
     )
 
 
+def test_returns_are_undiscounted_unless_asked() -> None:
+    reward, mask = torch.tensor([[0.0, 1.0, 2.0]]), torch.ones(1, 3, dtype=torch.bool)
+    assert losses.returns_to_go(reward, mask).tolist() == [[3.0, 3.0, 2.0]]
+    assert losses.reinforce_pp_advantages(reward, mask)[1]["returns"].tolist() == [[3.0, 3.0, 2.0]]
+
+
 def test_reinforce_pp_is_the_whitened_return() -> None:
     reward, mask = (
         torch.tensor([[0.0, 0.0, 1.0], [0.0, -1.0, 9.0]]),
@@ -394,12 +402,11 @@ def test_shrinkage_recovers_true_advantages_better_than_plain_ones() -> None:
 
 
 def test_dynamic_sampling_keeps_mixed_groups_of_the_unshaped_metric() -> None:
-    metric = torch.tensor(
-        [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.1, 0.1, 0.1], [1.0, math.nan, 0.0], [1.0, 0.0, 0.0]]
-    )
-    valid = ~metric.isnan()
-    valid[4, 1:] = False
-    assert losses.keep_groups(metric, valid).tolist() == [True, False, False, True, False]
+    nan = math.nan
+    kept = [[1.0, 0.0, 1.0], [1.0, nan, 0.0]]
+    dropped = [[1.0, 1.0, 1.0], [0.1, 0.1, 0.1], [1.0, nan, nan], [nan, 1.0, 1.0], [-1.0, nan, -1.0]]
+    metric = torch.tensor(kept + dropped)
+    assert losses.keep_groups(metric, ~metric.isnan()).tolist() == [True] * 2 + [False] * 5
 
 
 def test_overlong_penalty_is_linear_in_the_buffer_and_floored() -> None:

@@ -1,4 +1,5 @@
-"""Stand-ins for the actors, in this process: they take time, fail and lie on demand. The loop under test is real."""
+"""Stand-ins for the actors, in this process: they take time, fail and lie on demand. The loop under test is
+real."""
 
 from __future__ import annotations
 
@@ -70,7 +71,13 @@ class FakeSampler:
 
     async def stats(self):
         return EngineStats(
-            version=self.version, running=0, waiting=0, sampled_tokens=0, prompt_tokens=0, busy_s=0.0, wall_s=1.0
+            version=self.version,
+            running=0,
+            waiting=0,
+            sampled_tokens=0,
+            prompt_tokens=0,
+            busy_s=0.0,
+            wall_s=1.0,
         )
 
     async def stop(self) -> None: ...
@@ -99,7 +106,9 @@ class FakeTrainer:
         for group in arrays:
             for sample in group.samples:
                 ages = self.version - sample.versions
-                assert 0 <= ages.min() and ages.max() <= self.max_age, "a token older than the bound was trained"
+                assert 0 <= ages.min() and ages.max() <= self.max_age, (
+                    "a token older than the bound was trained"
+                )
                 self.ages += ages.tolist()
         self.lessons += errand.lessons
         self.version += 1

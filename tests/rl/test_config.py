@@ -27,9 +27,9 @@ def test_every_experiment_is_sound():
 def test_compositions_that_cannot_mean_what_they_say_are_refused():
     refused(GENRM, "staleness", r"max_age \(η\) must be >= 0, got -1", max_age=-1)
     refused(GENRM, "sampler", "group baseline", samples=1)
-    refused(GENRM, "sampler", "can never run", slots=8)
+    refused(GENRM, "sampler", "cannot hold a group", slots=8)
     refused(GENRM, "sampler", "greedy samples", temperature=0.0)
-    refused(GENRM, "trainer", "a rank without a group never works", prompts=1, ranks=2)
+    refused(GENRM, "trainer", "every rank needs a group", prompts=1, ranks=2)
     refused(GENRM, "reward", "loss.policy needs an advantage", judge=0.0)
     refused(GENRM, "loss", "there are no teachers", distill=1.0)
     refused(GENRM, "judge", "judge.lo must be below judge.hi", lo=5.0)

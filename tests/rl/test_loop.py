@@ -42,7 +42,9 @@ def test_what_was_too_old_is_counted_and_issued_again_until_it_is_trained(tmp_pa
     again = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     dropped = {e["ordinal"] for e in again if e["kind"] == "drop"}
     trained = [e["ordinal"] for e in again if e["kind"] == "train"]
-    assert len(trained) == len(set(trained)) and dropped & set(trained), "a dropped prompt came back and was trained"
+    assert len(trained) == len(set(trained)) and dropped & set(trained), (
+        "a dropped prompt came back and was trained"
+    )
 
 
 def test_the_log_of_events_folds_to_a_balanced_ledger_after_every_step(tmp_path):
@@ -81,7 +83,14 @@ def test_a_run_that_filters_everything_ends_with_a_message(tmp_path):
 
 def test_constant_rewards_are_trained_with_zero_advantage_where_the_config_says_so(tmp_path):
     trainer = FakeTrainer(2)
-    finish(make_loop(tmp_path, small(steps=2), trainer=trainer, judge=FakeJudge(lambda c, i: Verdict(outcome=Score(1.0)))))
+    finish(
+        make_loop(
+            tmp_path,
+            small(steps=2),
+            trainer=trainer,
+            judge=FakeJudge(lambda c, i: Verdict(outcome=Score(1.0))),
+        )
+    )
     assert {lesson.adv for group in trainer.lessons for lesson in group} == {0.0}
 
 
@@ -94,7 +103,9 @@ def broken(call, i):
 def test_failed_judgements_change_neither_group_mates_nor_the_reward_mean_and_are_counted_by_kind(tmp_path):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     with_failures, without = FakeTrainer(2), FakeTrainer(2)
-    finish(make_loop(tmp_path / "a", small(steps=2, samples=4), trainer=with_failures, judge=FakeJudge(broken)))
+    finish(
+        make_loop(tmp_path / "a", small(steps=2, samples=4), trainer=with_failures, judge=FakeJudge(broken))
+    )
     clean = FakeJudge(lambda call, i: Verdict(outcome=Score(1.0 - i)))
     finish(make_loop(tmp_path / "b", small(steps=2, samples=2), trainer=without, judge=clean))
     for full, reduced in zip(with_failures.lessons, without.lessons, strict=True):
@@ -150,7 +161,9 @@ def test_o082_a_resumed_ledger_trains_what_was_under_way_exactly_once(tmp_path):
     finish(loop)
     version, ledger, extra = checkpoint.read(checkpoint.newest(tmp_path, print))
     assert version == 4 and extra["events"] <= loop.log.events
-    again = make_loop(tmp_path, cfg, FakeSampler(version=4), FakeTrainer(2, version=4), version=version, ledger=ledger)
+    again = make_loop(
+        tmp_path, cfg, FakeSampler(version=4), FakeTrainer(2, version=4), version=version, ledger=ledger
+    )
     result = finish(again)
     assert result["trained"] == 24 and again.ledger.balanced
     trained = sorted(o for lo, hi in again.ledger.done for o in range(lo, hi))

@@ -41,7 +41,8 @@ def make_groups(n_groups=6, seed=0):
             n = int(rng.integers(1, 9))
             samples.append(
                 Completion(
-                    tokens=rng.integers(0, 19, n).astype(np.int32), logps=-rng.random(n).astype(np.float32) * 3,
+                    tokens=rng.integers(0, 19, n).astype(np.int32),
+                    logps=-3 * rng.random(n).astype(np.float32),
                     versions=np.full(n, 3, np.int32), finish="stop",
                 )
             )  # fmt: skip

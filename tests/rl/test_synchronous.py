@@ -1,4 +1,5 @@
-"""η = 0 is exactly synchronous training: the same weights, bit for bit, as a plain loop without any of the machinery."""
+"""η = 0 is exactly synchronous training: the same weights, bit for bit, as a plain loop without any of the
+machinery."""
 
 import asyncio
 from dataclasses import replace
@@ -30,8 +31,8 @@ STEPS = 6
 def tiny_bundle() -> Bundle:
     tokenizer = char_tokenizer(LETTERS)
     cfg = ModelConfig(
-        family="llama", vocab_size=tokenizer.vocab_size, d_model=32, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=8,
-        d_ff=48, max_len=32, tie_embeddings=True, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id,
+        family="llama", vocab_size=tokenizer.vocab_size, d_model=32, n_layers=2, n_heads=4, n_kv_heads=4,
+        head_dim=8, d_ff=48, max_len=32, tie_embeddings=True, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id,
     )  # fmt: skip
     model = Transformer(cfg)
     model.init_weights(torch.Generator().manual_seed(1))
@@ -73,9 +74,16 @@ def plain(cfg, bundle, prompts) -> dict[str, torch.Tensor]:
             ordinal = version * cfg.trainer.prompts + i
             seeds = [fold_in(cfg.seed, "sample", ordinal, 0, g) for g in range(cfg.sampler.samples)]
             found = {}
-            async for g, sample in engine.generate(prompts[ordinal], params=params, seeds=seeds, request_id="r"):
+            async for g, sample in engine.generate(
+                prompts[ordinal], params=params, seeds=seeds, request_id="r"
+            ):
                 found[g] = sample
-            groups.append((prompts[ordinal], GroupTokens(np.array(prompts[ordinal]), tuple(found[g] for g in range(len(seeds))))))
+            groups.append(
+                (
+                    prompts[ordinal],
+                    GroupTokens(np.array(prompts[ordinal]), tuple(found[g] for g in range(len(seeds)))),
+                )
+            )
         await engine.stop()
         return groups
 
@@ -95,10 +103,15 @@ def plain(cfg, bundle, prompts) -> dict[str, torch.Tensor]:
             for _, tokens in groups
         ]
         lessons = make_lessons(rated, cfg.loss, norm_length=cfg.sampler.max_tokens)
-        data = {i: GroupData(tokens=t, lessons=x) for i, ((_, t), x) in enumerate(zip(groups, lessons, strict=True))}
+        data = {
+            i: GroupData(tokens=t, lessons=x)
+            for i, ((_, t), x) in enumerate(zip(groups, lessons, strict=True))
+        }
         lengths = [[len(p) + len(s.tokens) for s in t.samples] for p, t in groups]
         (micros,) = plan_micros(lengths, plan_ranks(lengths, 1), cfg.trainer.micro_tokens)
-        state, _ = train_step(state, [build_micro(m, data, torch.device("cpu")) for m in micros], objective, cfg.trainer)
+        state, _ = train_step(
+            state, [build_micro(m, data, torch.device("cpu")) for m in micros], objective, cfg.trainer
+        )
     return {n: p.detach().clone() for n, p in model.state_dict().items()}
 
 
@@ -112,7 +125,10 @@ def asynchronous(cfg, bundle, folder) -> tuple[dict[str, torch.Tensor], list[tup
         judge=Pool([Local("judge-0", TextJudge())]),
     )
     loop.monitor.engines = loop.roles.engines()
-    letters = [replace(p, ids=tuple(bundle.tokenizer.encode(LETTERS[i : i + 3]))) for i, p in enumerate(loop.stream.prompts)]
+    letters = [
+        replace(p, ids=tuple(bundle.tokenizer.encode(LETTERS[i : i + 3])))
+        for i, p in enumerate(loop.stream.prompts)
+    ]
     loop.stream.prompts = letters
     loop.held_out = letters[:2]
     finish(loop, 120)

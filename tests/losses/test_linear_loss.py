@@ -1,0 +1,352 @@
+"""Gradients found in the forward pass are those of plain float64 logits, for every kind of per-token loss."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from losses.distill import full_divergence, partition_divergence, topk_divergence
+from losses.grpo import grpo_loss
+from losses.linear_logp import linear_logp
+from losses.linear_loss import linear_loss, rows_torch, separable
+from losses.linear_row_loss import linear_row_loss
+from tests.losses.watch import Watch
+
+T, D, V, K = 11, 6, 37, 4
+Aux = tuple[Tensor, dict[str, Tensor]]
+
+
+def problem(dtype: torch.dtype = torch.float64, *, n: int = T) -> dict[str, Any]:
+    """A masked token with NaN in it, a target of -100, unused slots, a row of none but those, a target in the top k."""
+    g = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    h, w, bias = randn(n, D), randn(V, D), randn(V)
+    teacher, ids = (h @ w.T + randn(n, V)).log_softmax(-1).topk(K)
+    y = torch.randint(V, (n,), generator=g)
+    token_weight, adv = torch.rand(n, generator=g, dtype=torch.float64) + 0.1, randn(n)
+    logp_mu = (h @ w.T).log_softmax(-1).gather(1, y[:, None]).squeeze(1) + 0.3 * randn(n)
+    if n == T:
+        y[3], y[0] = -100, ids[0, 1]
+        ids[2, 1], ids[7] = -1, -1
+        token_weight[5], adv[5], h[5] = 0.0, math.nan, math.nan
+    teacher = torch.where(ids >= 0, teacher, -math.inf)
+    h, w, bias = (x.to(dtype).requires_grad_() for x in (h, w, bias))
+    token_weight, adv, logp_mu, teacher = (
+        x.to(torch.promote_types(dtype, torch.float32)) for x in (token_weight, adv, logp_mu, teacher)
+    )
+    return {"h": h, "w": w, "bias": bias, "y": y, "token_weight": token_weight, "adv": adv, "logp_mu": logp_mu,
+            "ids": ids, "teacher": teacher}  # fmt: skip
+
+
+def everything(*leaves: Tensor, entropy: bool, topk: bool, args: tuple[Tensor, ...]) -> Aux:
+    """Clipped policy loss - 0.3 entropy + top-k reverse KL, of what there is."""
+    adv, logp_mu, teacher = args
+    rest = list(leaves)
+    logp = rest.pop(0)
+    on = torch.ones_like(logp, dtype=torch.bool)
+    loss, aux = grpo_loss(logp, logp_mu, adv, on)
+    if entropy:
+        loss = loss - 0.3 * rest.pop(0)
+    if topk:
+        loss = loss + partition_divergence(rest[0], rest[1], teacher, on)[0]
+    return loss, aux
+
+
+def ours(
+    x: dict[str, Any], *, entropy: bool = False, topk: bool = False, head: dict[str, Any], **kw: Any
+) -> Aux:
+    token_loss = separable(lambda *a: everything(*a[:-3], entropy=entropy, topk=topk, args=a[-3:]))
+    return linear_loss(
+        x["h"], x["w"], x["y"], x["token_weight"], token_loss, x["adv"], x["logp_mu"], x["teacher"],
+        entropy=entropy, topk_ids=x["ids"] if topk else None, **head, **kw,
+    )  # fmt: skip
+
+
+def naive(
+    x: dict[str, Any], *, entropy: bool = False, topk: bool = False, head: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, logp, entropy) from all logits in float64."""
+    temperature, scale, cap = (head.get(k) for k in ("temperature", "logit_scale", "softcap"))
+    keep = x["token_weight"] > 0
+    h = torch.where(keep[:, None], x["h"], 0.0).double()
+    a = h @ x["w"].double().T
+    a = (a if head.get("bias") is None else a + x["bias"].double()) * (scale or 1.0)
+    log_p = ((cap * torch.tanh(a / cap) if cap else a) / (temperature or 1.0)).log_softmax(-1)
+    known = x["y"] >= 0
+    logp = torch.where(known, log_p.gather(1, torch.where(known, x["y"], 0)[:, None]).squeeze(1), 0.0)
+    h_all = -(log_p.exp() * log_p).sum(-1)
+    used = x["ids"] >= 0
+    in_k = torch.zeros(len(a), V + 1, dtype=torch.bool).scatter(1, torch.where(used, x["ids"], V), True)[
+        :, :V
+    ]
+    log_k = torch.where(used, log_p.gather(1, x["ids"].clamp(min=0)), -math.inf)
+    leaves = (
+        logp,
+        *((h_all,) if entropy else ()),
+        *((log_k, log_p.masked_fill(in_k, -math.inf).logsumexp(-1)) if topk else ()),
+    )
+    args = torch.where(keep, x["adv"], 0.0).double(), x["logp_mu"].double(), x["teacher"].double()
+    loss, _ = everything(*leaves, entropy=entropy, topk=topk, args=args)
+    return (x["token_weight"] * torch.where(keep, loss, 0.0)).sum(), logp, h_all
+
+
+HEADS = [
+    {},
+    {"temperature": 0.7, "logit_scale": 0.5},
+    {"softcap": 2.0, "temperature": 1.2},
+    {"bias": True, "softcap": 3.0},
+]
+forms = pytest.mark.parametrize(("entropy", "topk"), list(itertools.product([False, True], repeat=2)))
+
+
+@forms
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_loss_and_gradients_are_those_of_full_logits(
+    entropy: bool, topk: bool, head: dict[str, Any], chunk: int
+) -> None:
+    x = problem()
+    head = {**head, "bias": x["bias"] if head.get("bias") else None}
+    wrt = [x["h"], x["w"], *([x["bias"]] if head["bias"] is not None else [])]
+    loss, aux = ours(x, entropy=entropy, topk=topk, head=head, chunk=chunk)
+    want, logp, h = naive(x, entropy=entropy, topk=topk, head=head)
+    torch.testing.assert_close(loss, want)
+    on = x["token_weight"] > 0
+    torch.testing.assert_close(aux["logp"][on], logp[on])
+    torch.testing.assert_close(aux["entropy"][on], h[on])
+    assert {"loss", "rho"} <= set(aux) and not any(v.requires_grad for v in aux.values())
+    got, true = torch.autograd.grad(loss, wrt), torch.autograd.grad(want, wrt)
+    torch.testing.assert_close(got[:2], true[:2])
+    torch.testing.assert_close(got[2:], true[2:], rtol=1e-5, atol=1e-7)  # a bias gradient adds up in float32
+    assert not got[0][5].any()
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    x = problem(n=5)
+    smooth = separable(lambda logp, h, log_k, rest: ((logp - 0.1 * h).exp() + log_k.sin().sum(-1) * rest, {}))
+
+    def f(h: Tensor, w: Tensor) -> Tensor:
+        return linear_loss(
+            h, w, x["y"], x["token_weight"], smooth, entropy=True, topk_ids=x["ids"], softcap=2.0, chunk=2
+        )[0]
+
+    assert torch.autograd.gradcheck(f, (x["h"], x["w"]))
+
+
+def test_it_composes_with_the_distillation_on_plain_logits() -> None:
+    x = problem(n=5)
+    distil = separable(
+        lambda logp, log_k, rest, t: partition_divergence(
+            log_k, rest, t, torch.ones_like(logp, dtype=torch.bool)
+        )
+    )
+    ids, on = x["ids"], torch.ones(5, dtype=torch.bool)
+    loss, aux = linear_loss(
+        x["h"], x["w"], x["y"], x["token_weight"], distil, x["teacher"], topk_ids=ids, chunk=2
+    )
+    want, _ = topk_divergence(x["h"] @ x["w"].T, ids, x["teacher"], on)
+    torch.testing.assert_close(aux["loss"], want.detach())
+    wrt = (x["h"], x["w"])
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, wrt), torch.autograd.grad((x["token_weight"] * want).sum(), wrt)
+    )
+
+
+def test_three_matmuls_a_chunk_none_of_them_for_what_needs_no_gradient_and_no_tensor_beyond_a_chunk() -> None:
+    x = problem()
+    with Watch() as seen:
+        ours(x, head={}, chunk=4)[0].backward()
+    assert seen.matmuls == 3 * 3 and seen.numel == V * D < T * V  # the head's own gradient is the largest
+    x["w"].requires_grad_(False)
+    with Watch() as seen:
+        ours(x, head={}, chunk=4)[0].backward()
+    assert seen.matmuls == 2 * 3 and seen.numel == 4 * V
+    with torch.no_grad(), Watch() as seen:
+        loss, _ = ours(x, head={}, chunk=4)
+    assert seen.matmuls == 3 and not loss.requires_grad
+
+
+def test_micro_batches_of_any_size_add_up_to_the_step() -> None:
+    x = problem()
+    wrt = (x["h"], x["w"])
+    whole = torch.autograd.grad(ours(x, entropy=True, topk=True, head={}, chunk=4)[0], wrt)
+    parts = [torch.zeros_like(g) for g in wrt]
+    for at in (slice(0, 2), slice(2, 6), slice(6, 6), slice(6, T)):
+        rows = {k: v if k in ("w", "bias") else v[at] for k, v in x.items()}
+        for part, g in zip(
+            parts,
+            torch.autograd.grad(ours(rows, entropy=True, topk=True, head={}, chunk=3)[0], wrt),
+            strict=True,
+        ):
+            part += g
+    torch.testing.assert_close(tuple(parts), whole)
+
+
+def test_no_tokens_give_zero_with_a_graph_and_the_same_keys() -> None:
+    x = problem()
+    none = {k: v if k in ("w", "bias") else v[:0] for k, v in x.items()}
+    loss, aux = ours(none, entropy=True, topk=True, head={})
+    assert loss.item() == 0 and set(aux) == set(ours(x, entropy=True, topk=True, head={})[1])
+    dw, dh = torch.autograd.grad(loss, (x["w"], none["h"]))
+    assert not dw.any() and dh.shape == (0, D)
+
+
+def test_all_weights_zero_give_zero_gradients_whatever_stands_there() -> None:
+    x = problem()
+    x["token_weight"] = torch.zeros(T, dtype=torch.float64)
+    with torch.no_grad():
+        x["h"].fill_(math.nan)
+        x["teacher"] = x["teacher"] * math.nan
+    loss, aux = ours(x, entropy=True, topk=True, head={}, chunk=4)
+    grads = torch.autograd.grad(loss, (x["h"], x["w"]))
+    assert loss.item() == 0 and not any(g.any() for g in grads) and not aux["loss"].any()
+
+
+def test_backward_scales_and_a_second_one_is_refused() -> None:
+    x = problem()
+    loss, _ = ours(x, head={}, chunk=4)
+    (tripled,) = torch.autograd.grad(3 * loss, x["w"], retain_graph=True)
+    torch.testing.assert_close(tripled, 3 * torch.autograd.grad(naive(x, head={})[0], x["w"])[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x["w"])
+
+
+@forms
+def test_eager_functional_and_compiled_gradients_are_one_O079(entropy: bool, topk: bool) -> None:
+    x = problem(torch.float32)
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return ours({**x, "h": h, "w": w}, entropy=entropy, topk=topk, head={"temperature": 0.8}, chunk=6)[0]
+
+    want = torch.autograd.grad(loss(x["h"], x["w"]), (x["h"], x["w"]))
+    functional = torch.func.grad(loss, argnums=(0, 1))(x["h"].detach(), x["w"].detach())
+    torch.testing.assert_close(functional, want, rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(x["h"], x["w"]), (x["h"], x["w"])), want, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_the_token_loss_and_the_work_on_rows_may_be_compiled_by_the_caller() -> None:
+    x = problem(torch.float32)
+    fn = separable(
+        lambda logp, adv, logp_mu: grpo_loss(logp, logp_mu, adv, torch.ones_like(adv, dtype=torch.bool))
+    )
+    args = (x["h"], x["w"], x["y"], x["token_weight"])
+    fast = {
+        "token_loss": torch.compile(fn, backend="aot_eager"),
+        "rows": torch.compile(rows_torch, backend="aot_eager"),
+    }
+    grads = []
+    for token_loss, rows in ((fn, None), (fast["token_loss"], fast["rows"])):
+        loss, _ = linear_loss(*args, token_loss, x["adv"], x["logp_mu"], rows=rows, chunk=6)
+        grads.append(torch.autograd.grad(loss, (x["h"], x["w"])))
+    torch.testing.assert_close(*grads)
+
+
+def test_bfloat16_gradients_are_within_two_percent_and_float32_logits_within_half_a_percent() -> None:
+    """Relative to the norm. Logits of size 8 round by 2^-6 in bfloat16; the gradients themselves by 2^-9."""
+    x = problem(torch.bfloat16)
+    f32 = torch.float32
+    want = torch.autograd.grad(naive(x, entropy=True, topk=True, head={})[0], (x["h"], x["w"]))
+    for limit, kw in ((0.02, {}), (0.005, {"logit_dtype": f32, "grad_dtype": f32})):
+        loss, aux = ours(x, entropy=True, topk=True, head={}, chunk=4, **kw)
+        got = torch.autograd.grad(loss, (x["h"], x["w"]))
+        assert loss.dtype == aux["logp"].dtype == aux["entropy"].dtype == f32
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == torch.bfloat16 and (a.double() - b.double()).norm() < limit * b.double().norm()
+
+
+def test_arguments_and_random_state_are_untouched_and_two_calls_agree_in_every_bit() -> None:
+    x = problem()
+    before, rng = {k: v.detach().clone() for k, v in x.items()}, torch.get_rng_state()
+    runs = []
+    for _ in range(2):
+        loss, aux = ours(x, entropy=True, topk=True, head={"softcap": 3.0}, chunk=4)
+        runs.append([loss, aux["entropy"], *torch.autograd.grad(loss, (x["h"], x["w"]))])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    for k, v in before.items():
+        torch.testing.assert_close(x[k].detach(), v, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_O027_both_heads_score_alike() -> None:
+    x = problem(torch.bfloat16, n=8)
+    _, aux = ours(x, head={}, chunk=4)
+    logp, entropy = linear_logp(x["h"], x["w"], x["y"], chunk=4)
+    torch.testing.assert_close(aux["logp"], logp, rtol=0, atol=1e-6)
+    torch.testing.assert_close(aux["entropy"], entropy, rtol=0, atol=1e-5)
+
+
+def test_shapes_and_scales_that_do_not_fit_are_refused() -> None:
+    x = problem()
+    for bad in ({"y": x["y"][:-1]}, {"adv": x["adv"][:-1]}, {"w": x["w"].float()}, {"ids": x["ids"][:, 0]}):
+        with pytest.raises(ValueError, match="linear_loss: want hidden"):
+            ours({**x, **bad}, topk=True, head={})
+    for head in ({"temperature": 0.0}, {"softcap": -1.0}, {"logit_scale": -2.0}, {"chunk": 0}):
+        with pytest.raises(ValueError, match="> 0"):
+            ours(x, head=head)
+
+
+# ── Losses of whole rows ────────────────────────────────────────────────────────────────────────────────────
+
+
+def row_problem() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, token_weight, and a teacher's hidden states and head, of another width."""
+    g = torch.Generator().manual_seed(0)
+    h, w, th, tw = (
+        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((T, D), (V, D), (T, 9), (V, 9))
+    )
+    token_weight = torch.rand(T, generator=g, dtype=torch.float64)
+    token_weight[4], h[4], th[4] = 0.0, math.nan, math.nan
+    return h.requires_grad_(), w.requires_grad_(), token_weight, th, tw
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_a_teachers_whole_distribution_is_distilled_chunk_by_chunk(kind: Any) -> None:
+    h, w, token_weight, th, tw = row_problem()
+
+    def row_loss(z: Tensor, th: Tensor, on: Tensor) -> Aux:
+        return full_divergence(z, th @ tw.T, on, kind=kind)
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return linear_row_loss(h, w, token_weight, row_loss, th, token_weight != 0, chunk=4)[0]
+
+    per_token, _ = row_loss(h @ w.T, th, token_weight != 0)
+    want = (token_weight * per_token).sum()
+    with Watch() as seen:
+        got = loss(h, w)
+    torch.testing.assert_close(got, want)
+    assert seen.matmuls == (3 + 1) * 3 and seen.numel < T * V
+    grads = torch.autograd.grad(got, (h, w))
+    keep = token_weight != 0
+    true = torch.autograd.grad(
+        (token_weight[keep] * row_loss(h[keep] @ w.T, th[keep], keep[keep])[0]).sum(), (h, w)
+    )
+    torch.testing.assert_close(grads, true)
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1))(h.detach(), w.detach()), true)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(h, w), (h, w)), true)
+
+
+def test_row_losses_of_no_tokens_are_zero_and_misfits_are_refused() -> None:
+    h, w, token_weight, th, _ = row_problem()
+
+    def row_loss(z: Tensor) -> Aux:
+        return z.logsumexp(-1), {}
+
+    loss, aux = linear_row_loss(h[:0], w, token_weight[:0], row_loss)
+    assert loss.item() == 0 and not torch.autograd.grad(loss, w)[0].any() and aux["loss"].shape == (0,)
+    for bad in ((h, w[:, 1:], token_weight), (h, w, token_weight[1:])):
+        with pytest.raises(ValueError, match="linear_row_loss"):
+            linear_row_loss(*bad, row_loss)
