@@ -37,7 +37,7 @@ from losses.covariance import clip_cov_loss, kl_cov_loss, select_clip_cov, selec
 from losses.distill import distill_advantage, full_divergence, topk_divergence
 from losses.dppo import dppo_loss
 from losses.dro import dro_loss
-from losses.genrm import Found, Judgement
+from losses.genrm import Found, Judgement, normalise, parse
 from losses.genrm_prompt import neutralised, render
 from losses.gmpo import gmpo_loss
 from losses.grpo import grpo_loss

@@ -74,7 +74,7 @@ def cross_tokenizer_advantage(
 def uld_divergence(
     student_logits: Tensor, teacher_logp: Tensor, mask: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Universal logit distillation: L1 between sorted probabilities of two vocabularies, at aligned positions.
+    """Universal logit distillation: L1 between sorted probabilities of two vocabularies, where aligned.
 
     L = sum_i |S_(i) - T_(i)|,  S_(1) >= S_(2) >= …, the shorter list continued with 0
 

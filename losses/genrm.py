@@ -115,7 +115,7 @@ _MORE = re.compile(
     rf"|{_GAP}(?:or|and)\s+(?:more|less|above|below|higher|lower)|,{_GAP}{_NUM}{_GAP}(?:[,;.\n]|$)",
     re.I,
 )
-_UNFINISHED = re.compile(rf"{_GAP}(?:[.,/]|out|out of|of)?{_GAP}\Z", re.I)
+_UNFINISHED = re.compile(rf"{_GAP}(?:(?:[.,/]|out|out of|of){_GAP})?\Z", re.I)
 _NON_FINITE = r"[-+]?(?:nan|inf(?:inity)?|∞)(?![A-Za-z])"
 # A label with one of these has spoken and cannot be read: an earlier value must not stand in for it.
 _VOID = (

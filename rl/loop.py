@@ -232,9 +232,10 @@ class Loop:
     def _why_barren(self) -> str:
         counts = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ledger.dropped.items()))
         likely = max(self.ledger.dropped, key=lambda reason: self.ledger.dropped[reason])
+        last = f"; the last failure: {self.monitor.last_failure}" if likely in ("infra", "judge") else ""
         return (
             f"{self.barren} groups in a row were dropped and none could be trained "
-            f"(dropped so far: {counts}). {HINTS.get(likely, '')}"
+            f"(dropped so far: {counts}). {HINTS.get(likely, '')}{last}"
         )
 
     async def _step(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from rl.ledger import Ledger
 from rl.lessons import advantages
 from rl.rewards import exact, kinds
 from rl.roles import Pool
-from rl.types import InfraFail, Score, Verdict
+from rl.types import InfraFail, ParseFail, Score, Verdict
 
 POLL_S = 1.0  # seconds between looks at the engines
 RATE_S = 5.0  # seconds over which the throughput is averaged
@@ -37,6 +37,7 @@ class Monitor:
     )  # (when, sampled by policy and judge), recent
     outcomes: Counter[str] = field(default_factory=Counter)  # of the judge, since the last step
     all_outcomes: Counter[str] = field(default_factory=Counter)
+    last_failure: str = ""  # of a judge or rule, in its own words
     dropped_lengths: list[int] = field(default_factory=list)
     trained_lengths: list[int] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
@@ -89,6 +90,9 @@ class Monitor:
         n = sum(m.n_tokens for m in group.metas) + sum(v.n_tokens for v in group.verdicts)
         self.tokens.append((time.monotonic(), n))
         self.total_tokens += n
+        for outcome in (o for by_producer in group.outcomes for o in by_producer.values()):
+            if isinstance(outcome, InfraFail | ParseFail):
+                self.last_failure = outcome.why if isinstance(outcome, InfraFail) else repr(outcome.text)
         counted = kinds(v.outcome for v in group.verdicts)
         self.outcomes += counted
         self.all_outcomes += counted

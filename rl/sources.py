@@ -8,7 +8,8 @@ from pathlib import Path
 
 from models.weights import load_folder
 from rl.config import Config, ConfigError
-from rl.demo.build import JudgeSpec, PolicySpec, Spec, TeacherSpec, build_all, cache_dir
+from rl.demo.build import build_all, cache_dir
+from rl.demo.specs import JudgeSpec, PolicySpec, Spec, TeacherSpec
 from rl.display import Display
 from rl.engines.make import Bundle, load_bundle
 

@@ -58,7 +58,11 @@ class Judge:
         fields = {"problem": prompt.text, "candidate": text}
         if prompt.answer is not None:
             fields["reference"] = prompt.answer
-        ids = self.tokenizer.encode(losses.render(self.cfg.template, fields))
+        cfg = self.cfg
+        text = losses.render(
+            cfg.template, fields, neutralise=cfg.neutralise, delimiter=cfg.delimiter, verdict=[cfg.label]
+        )
+        ids = self.tokenizer.encode(text)
         replies = self.engine.generate(ids, params=self.params, seeds=[seed], request_id=f"judge-{seed}")
         return [reply async for _, reply in replies][0]
 

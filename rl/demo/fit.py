@@ -40,7 +40,7 @@ def make_model(size: Size, seed: int) -> Transformer:
     """Queries and keys are normalised (Qwen3): the comparison of two digits is learned in fewer steps."""
     cfg = ModelConfig(
         family="qwen3", qk_norm=True, vocab_size=TOKENIZER.vocab_size, d_model=size.d_model, n_layers=size.n_layers,
-        n_heads=size.n_heads, n_kv_heads=size.n_heads, head_dim=size.d_model // size.n_heads, d_ff=size.d_ff,
+        n_heads=size.n_heads, n_kv_heads=size.n_heads, head_dim=size.head_dim, d_ff=size.d_ff,
         max_len=MAX_LEN, eos_ids=(EOS,), pad_id=PAD,
     )  # fmt: skip
     model = Transformer(cfg)

@@ -17,6 +17,7 @@ Progress = Callable[[float, str], None]  # fraction done, what was last measured
 Numbers = dict[str, float]
 
 TYPICAL = 600  # steps, for the progress bar alone: training ends when it is good
+KEEP = 0.2  # share of a task that is good enough, against one that is not
 CRITIQUE = 28  # tokens, at most
 
 
@@ -35,24 +36,25 @@ def _report(progress: Progress) -> Callable[[int, str], None]:
 
 
 def _solver(spec: PolicySpec | TeacherSpec, progress: Progress) -> tuple[Transformer, Numbers]:
-    """Problem → answer. A task that has reached the goal is left out while another has not."""
+    """Problem → answer. A task that has reached the goal is drawn less often: enough not to forget it."""
     rng = random.Random(f"solver/{spec.seed}")
     model = make_model(spec.size, spec.seed)
     corrupt = 0.5 if isinstance(spec, PolicySpec) else 0.0
     patience = 1 if isinstance(spec, PolicySpec) else 2
     held_out = {task: _solved(make_prompts([task], 256, 1, "held_out")) for task in spec.tasks}
-    open_tasks, good = list(spec.tasks), 0
+    share = dict.fromkeys(spec.tasks, 1.0)
+    good = 0
 
     def example() -> Example:
-        text, answer = draw(rng.choice(open_tasks), rng, "train")
+        text, answer = draw(rng.choices(spec.tasks, list(share.values()))[0], rng, "train")
         return text, change_digit(answer, rng) if rng.random() < corrupt else answer
 
     def check() -> Check:
-        nonlocal open_tasks, good
+        nonlocal good
         accuracy = {task: answer_probability(model, held_out[task]) for task in spec.tasks}
         short = [task for task in spec.tasks if accuracy[task] < spec.accuracy]
         good = 0 if short else good + 1
-        open_tasks = short if short and corrupt else list(spec.tasks)
+        share.update({task: 1.0 if task in short else KEEP for task in spec.tasks})
         note = ", ".join(f"{task} {accuracy[task]:.2f}" for task in spec.tasks)
         return Check(good >= patience, settle=not corrupt and min(accuracy.values()) > 0.9, note=note)
 

@@ -14,7 +14,8 @@ class Size:
     d_model: int = 64
     n_layers: int = 2
     n_heads: int = 4
-    d_ff: int = 168
+    head_dim: int = 16
+    d_ff: int = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

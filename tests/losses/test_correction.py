@@ -71,6 +71,16 @@ def test_ratio_mask_keeps_the_band_in_the_ratio_itself_not_in_its_inverse(level:
         torch.tensor([1.5, 0.65]).log(), torch.ones(2).bool(), level="token", low=0.6, high=1.4
     )
     assert band[0].tolist() == [False, True]
+    open_below, _ = losses.ratio_mask(torch.tensor([-1e9, 1.0]), torch.ones(2).bool(), level="token", low=0, high=2)
+    assert open_below.tolist() == [True, False]
+
+
+def test_log_ratios_of_any_size_are_held_to_twenty_nats() -> None:
+    log_rho, on = torch.tensor([50.0, -50.0], dtype=torch.float64), torch.ones(2, dtype=torch.bool)
+    weight, _ = losses.importance_weight(log_rho, on)
+    assert weight.log().tolist() == pytest.approx([20.0, -20.0])
+    _, aux = losses.divergence_mask(log_rho, on, limit=1.0, estimator="k2", level="token")
+    assert aux["divergence"].tolist() == [200.0, 200.0]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -107,12 +117,13 @@ def test_one_vetoed_token_takes_its_whole_sequence_and_no_other() -> None:
 
 
 def test_off_policy_sequence_mask_drops_bad_sequences_that_were_left_behind() -> None:
-    logp_mu = torch.full((4, 2), -1.0)
-    gap = torch.tensor([[0.6], [0.6], [0.4], [-0.6]])  # logp_mu - logp
-    adv = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0]])
-    mask = torch.ones(4, 2, dtype=torch.bool)
+    logp_mu = torch.full((6, 2), -1.0)
+    gap = torch.tensor([[0.6], [0.6], [0.4], [-0.6], [0.6], [0.6]])  # logp_mu - logp
+    adv = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0], [0.01], [0.0]])
+    mask = torch.ones(6, 2, dtype=torch.bool)
     keep, _ = losses.off_policy_sequence_mask((logp_mu - gap).requires_grad_(), logp_mu, adv, mask, limit=0.5)
-    assert keep.all(1).tolist() == [False, True, True, True] and not keep[0].any()
+    assert keep.all(1).tolist() == [False, True, True, True, True, True]
+    assert not keep[0].any()
 
 
 @pytest.mark.parametrize("limit", [1e-9, 0.02, 0.05, 1e9])

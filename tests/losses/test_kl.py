@@ -77,6 +77,8 @@ def test_a_reward_of_minus_beta_k1_gives_the_policy_gradient_of_minus_beta_kl() 
     logp, on = z.log_softmax(-1), torch.ones(4, dtype=torch.bool)
     reward, _ = losses.kl_reward(logp, ref, on, beta=0.3)
     assert not reward.requires_grad
+    off, _ = losses.kl_reward(torch.full((4,), math.nan), ref, on & False, beta=0.3)
+    assert off.tolist() == [0.0] * 4
     reinforce = (logp.detach().exp() * reward * logp).sum()
     torch.testing.assert_close(gradient(reinforce, z), gradient(-0.3 * kl(logp.exp(), ref.exp()), z))
 

@@ -32,7 +32,8 @@ def tiny_bundle() -> Bundle:
     tokenizer = char_tokenizer(LETTERS)
     cfg = ModelConfig(
         family="llama", vocab_size=tokenizer.vocab_size, d_model=32, n_layers=2, n_heads=4, n_kv_heads=4,
-        head_dim=8, d_ff=48, max_len=32, tie_embeddings=True, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id,
+        head_dim=8, d_ff=48, max_len=32, tie_embeddings=True,
+        eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id,
     )  # fmt: skip
     model = Transformer(cfg)
     model.init_weights(torch.Generator().manual_seed(1))
