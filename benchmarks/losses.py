@@ -28,7 +28,7 @@ sys.path.insert(
 )  # before this folder: its losses.py is not ours
 from benchmarks import losses_methods as ways  # noqa: E402
 from benchmarks.losses_methods import Case, Method, make_case  # noqa: E402
-from losses.linear_loss import rows_torch  # noqa: E402
+from losses.linear_loss import _mm_split, rows_torch  # noqa: E402
 from losses.linear_rows import has_triton, rows_triton, triton  # noqa: E402
 
 Launch = tuple[int, int, int]  # lanes, warps, stages
@@ -161,6 +161,8 @@ def matmuls(report: Report, case: Case, chunk: int) -> None:
         "logits": lambda: torch.mm(h, w.T, out=a),
         "dH": lambda: torch.mm(a, w, out=dh),
         "dW": lambda: dw.addmm_(a.T, h),
+        "dH in 4": lambda: _mm_split(a, w, dh, 4),
+        "dH in 8": lambda: _mm_split(a, w, dh, 8),
         "dW in float32": lambda: torch.addmm(dw32, a.T, h, out_dtype=torch.float32, out=dw32),
     }
     for library in ("cublas", "cublaslt"):
@@ -208,30 +210,44 @@ def sweep_rows(report: Report, case: Case, chunk: int, launches: list[Launch]) -
 def ours(report: Report, case: Case, launches: list[Launch], chunks: list[int]) -> None:
     """Chunk sizes with the best launch, other launches with the best chunk, then variants of the best."""
     line = functools.partial(report.measure, case)
-    best: tuple[float, int, Launch | None] = (float("inf"), chunks[-1], launches[0] if launches else None)
+    best: tuple[float, int, int, Launch | None] = (
+        float("inf"),
+        chunks[-1],
+        1,
+        launches[0] if launches else None,
+    )
 
     def rows(launch: Launch | None) -> Any:
         return bound(launch) if launch else None
 
-    def attempt(chunk: int, launch: Launch | None) -> None:
+    def attempt(chunk: int, splits: int, launch: Launch | None) -> None:
         nonlocal best
-        name = f"ours, {f'triton rows {launch}' if launch else 'torch rows'}, chunk {chunk}"
-        best = min(best, (line(name, lambda: ways.ours("policy", chunk, rows(launch))), chunk, launch))
+        kind = f"triton rows {launch}" if launch else "torch rows"
+        name = f"ours, {kind}, chunk {chunk}{f', dH in {splits}' if splits > 1 else ''}"
+        ms = line(name, lambda: ways.ours("policy", chunk, rows(launch), splits=splits))
+        best = min(best, (ms, chunk, splits, launch), key=lambda found: found[0])
 
     for chunk in chunks:
-        attempt(chunk, best[2])
-    for launch in launches[1:3]:
-        attempt(best[1], launch)
-    _, chunk, launch = best
+        attempt(chunk, 1, best[3])
+    if launches:
+        for splits in (4, 8) if case.hidden.shape[1] < 2048 else ():
+            for chunk in sorted({chunks[0], best[1], chunks[-1]}):
+                attempt(chunk, splits, best[3])
+        for launch in launches[1:3]:
+            attempt(best[1], best[2], launch)
+    _, chunk, splits, launch = best
     op, third, f32 = rows(launch), max(1, chunk // 3), torch.float32
-    line("ours, with entropy bonus", lambda: ways.ours("entropy", chunk, op), "entropy")
-    line(f"ours, top-{case.ids.shape[1]} reverse KL", lambda: ways.ours("top-k", chunk, op), "top-k")
-    line("ours, head gradient in float32", lambda: ways.ours("policy", chunk, op, grad_dtype=f32))
+    way = functools.partial(ways.ours, rows=op, splits=splits)
+    line("ours, with entropy bonus", lambda: way("entropy", chunk), "entropy")
+    line(f"ours, top-{case.ids.shape[1]} reverse KL", lambda: way("top-k", chunk), "top-k")
+    line("ours, head gradient in float32", lambda: way("policy", chunk, grad_dtype=f32))
     line(
         "ours, logits and head gradient in float32",
-        lambda: ways.ours("policy", third, op, logit_dtype=f32, grad_dtype=f32),
+        lambda: way("policy", third, logit_dtype=f32, grad_dtype=f32),
     )
-    line("ours, token loss not compiled", lambda: ways.ours("policy", chunk, op, compiled=False))
+    line("ours, token loss not compiled", lambda: way("policy", chunk, compiled=False))
+    if launches:
+        line("ours, default chunk and launch", lambda: ways.ours("policy", None, rows_triton))
     if case.hidden.is_cuda:
         compiled = torch.compile(rows_torch, dynamic=True)
         line("ours, torch.compile'd rows, chunk 2048", lambda: ways.ours("policy", 2048, compiled))
@@ -290,7 +306,7 @@ def main() -> None:
         f"{name}: {rate / 1e12:.3g} TFLOP/s in {str(dtype)[6:]}", name="device", device=name, rate=rate
     )
     shapes = [(16384, 896, 151936), (32768, 3584, 152064)] if cuda else [(256, 64, 4096), (512, 128, 8192)]
-    chunks = [[1152, 2304, 2816, 3328], [1152, 2304, 3072, 3200]] if cuda else [[32, 64], [64, 128]]
+    chunks = [[1152, 2048, 2304, 3328], [1152, 2304, 3200, 3328]] if cuda else [[32, 64], [64, 128]]
     launches = LAUNCHES if has_triton(device) else []
     cases = cfg.case or list(range(len(shapes)))
     for done, i in enumerate(cases):
@@ -298,7 +314,7 @@ def main() -> None:
         case = make_case(*shapes[i], device, dtype, rate, ["policy", "entropy", "top-k"])
         print(f"\n{case.name}; three matmuls at the measured rate: {case.limit_ms:.1f} ms", flush=True)
         if launches:
-            for chunk in (*chunks[i], 3456, 3584):
+            for chunk in (*chunks[i], 3584):
                 matmuls(report, case, chunk)
             launches = sweep_rows(report, case, 2304, launches)[:4]
         columns = ("ms", "x limit", "extra GiB", "dH", "dW", "logp")

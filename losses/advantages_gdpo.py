@@ -22,11 +22,9 @@ def gdpo_advantages(
     s_i  = sum_k w_k a_ki;    A_i = (s_i - mean s) / (std s + eps)   over the batch's valid answers
 
     reward, valid: [K, P, G], K rewards. An answer that lacks reward k is out of the mean and deviation of k,
-    and k adds 0 to its sum; an answer that lacks all of them is not valid. weights: K numbers, 1 each by
-    default.
-    Returns adv [P, G], exactly 0 for answers that are not valid and for groups where every reward is
-    constant;
-    aux: n_valid [P], signal [P], and per_reward [K, P, G] (the a_ki). ValueError for bad shapes and, in eager
+    and k adds 0 to its sum; one that lacks them all is not valid. weights: K numbers, 1 each by default.
+    Returns adv [P, G], exactly 0 for answers that are not valid and for groups where no reward differs; aux:
+    n_valid [P], signal [P], per_reward [K, P, G] (the a_ki). Raises ValueError for bad shapes and, in eager
     code, for a valid reward that is not finite. See "GDPO" (arXiv:2601.05242).
     """
     valid = torch.ones_like(reward, dtype=torch.bool) if valid is None else valid

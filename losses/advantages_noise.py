@@ -17,10 +17,8 @@ def shrunk_advantages(
     noise_var [P, G]: variance v_i of the reward as a measurement, for n votes their sample variance / n; in
     reward units squared, >= 0. v = 0 is `group_advantages` exactly. A group spread no wider than its noise
     has tau = 0 and advantages exactly 0. reward, valid, adv [P, G]; aux: n_valid [P], signal [P], reliability
-    [P, G] (= lambda). ValueError for bad shapes and, in eager code, for valid entries that are not finite, or
-    v < 0.
-    See "Stein's Estimation Rule and Its Competitors" by B. Efron and C. Morris (1973); the group is their
-    ensemble.
+    [P, G] (= lambda). Raises ValueError for bad shapes and, in eager code, for entries not finite or v < 0.
+    See "Stein's Estimation Rule and Its Competitors" by B. Efron and C. Morris (1973).
     """
     valid = torch.ones_like(reward, dtype=torch.bool) if valid is None else valid
     if reward.ndim != 2 or not reward.shape == noise_var.shape == valid.shape or valid.dtype != torch.bool:

@@ -36,8 +36,7 @@ def importance_weight(
 ) -> tuple[Tensor, Aux]:
     """w = rho at the level, untruncated: the weight of decoupled PPO.
 
-    log_rho, mask: [B, T] or packed [T]. Returns w, float, constant, shape of mask, 0 off-mask; aux: rho (=
-    w).
+    log_rho, mask: [B, T] or packed [T]. Returns w, constant, shape of mask, 0 off-mask; aux: rho, the same.
     Raises ValueError for shapes that do not fit, or another level. See "Batch size-invariance for policy
     optimization" (arXiv:2110.00641) and "AReaL" (arXiv:2505.24298).
     """
@@ -78,8 +77,8 @@ def mis_weight(
     """Masked importance sampling: w = rho where low <= rho <= high, 0 elsewhere.
 
     With level "token", low=0.5 and high=5 this is IcePop (`icepop_weight`); with level "sequence" the whole
-    sequence goes. Arguments, shapes and errors as for `importance_weight`; aux: rho (before), rejected (0 or
-    1).
+    sequence goes. Arguments, shapes and errors as for `importance_weight`;
+    aux: rho (before), rejected (0 or 1).
     """
     rho = _ratio("mis_weight", log_rho, mask, level, row, n_rows)
     inside = mask & (rho >= low) & (rho <= high)
@@ -110,11 +109,12 @@ def normalise_weight(
 
     mean over all kept tokens (level="token"), or over sequences of their token mean (level="sequence")
 
-    weight: after truncation or masking. mask: the ORIGINAL mask; rejected tokens count in the mean, with
-    weight 0.
+    weight: after truncation or masking. mask: the ORIGINAL one; rejected tokens count in the mean, as 0.
     mean: of the whole step, from the aux of every micro-batch and rank: sum(total) / sum(count). None takes
     it from the tokens given. A mean below 1e-8 leaves the weights as they are. aux: total and count, scalars.
     """
+    if level not in ("token", "sequence"):
+        raise ValueError(f'normalise_weight: level must be "token" or "sequence", got {level!r}')
     w = _kept("normalise_weight", mask, weight.detach())[0]
     if level == "sequence":
         n = _row_sum(mask.to(w.dtype), row, n_rows).clamp(min=1.0)
@@ -136,14 +136,17 @@ def effective_sample_size(
 ) -> tuple[Tensor, Aux]:
     """Share of the samples that the importance weights leave in effect, in (0, 1]; 1 for equal weights.
 
-    ess = (sum rho)^2 / (n sum rho^2),  over the n kept tokens, rho at the level
+    ess = (sum rho)^2 / (n sum rho^2),  over the n kept tokens, or the n sequences that keep any
 
     log_rho, mask: [B, T] or packed [T]. Returns a scalar (0 if nothing is kept) and aux, scalars too: sum_w,
     sum_w2, n. Over ranks add those three and take the ratio: an average of ratios is not the ratio.
     See "Monte Carlo theory, methods and examples" by A. Owen (2013), chapter 9.
     """
     w = _ratio("effective_sample_size", log_rho, mask, level, row, n_rows)
-    sum_w, sum_w2, n = w.sum(), w.square().sum(), mask.sum().to(w.dtype)
+    share = mask.to(w.dtype)  # of a sample in each token
+    if level != "token":
+        share = torch.where(mask, 1.0 / _row_sum(share, row, n_rows).clamp(min=1.0), 0.0)
+    sum_w, sum_w2, n = (share * w).sum(), (share * w.square()).sum(), share.sum()
     return sum_w.square() / (n * sum_w2).clamp(min=1e-30), {"sum_w": sum_w, "sum_w2": sum_w2, "n": n}
 
 
@@ -155,9 +158,8 @@ def _ratio(
     if level == "sequence":
         log_rho = _row_sum(log_rho, row, n_rows)
     elif level == "geometric":
-        log_rho = _row_sum(log_rho, row, n_rows) / _row_sum(mask.to(log_rho.dtype), row, n_rows).clamp(
-            min=1.0
-        )
+        n = _row_sum(mask.to(log_rho.dtype), row, n_rows).clamp(min=1.0)
+        log_rho = _row_sum(log_rho, row, n_rows) / n
     elif level != "token":
         raise ValueError(f'{name}: level must be "token", "sequence" or "geometric", got {level!r}')
     return torch.where(mask, log_rho.clamp(-LOG_RHO_MAX, LOG_RHO_MAX).exp(), 0.0)

@@ -8,7 +8,7 @@ verdict has a status and no score, so its reward is missing: never 0, never a de
     tag       <score>7</score>   <score_7f3a>7</score_7f3a>  `tag`
     boxed     \boxed{7}
     bracket   [[7]]
-    line      a first or last line that is only 7 or 7/10
+    line      a first or last line that is only 7 or 7/10; ambiguous where both are, and differ
     a reader  several forms: `free` of genrm_free.py; `yes_no`, `pairwise` of genrm_choice.py
 
 Numbers: the sign touches the digit; a thousands comma has three digits behind it, a decimal comma one or two;
@@ -56,9 +56,8 @@ _SENTINEL = re.compile(r"\s*(?:\$ERROR\$|\[ERROR\]|Error code: [0-9]{3}|\{\s*\"e
 # Full-width ASCII, ideographic space, minus sign. Not NFKC, which turns ½ into 1⁄2 and ² into 2.
 _NARROW = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0x2212: 0x2D}
 _EMPHASIS = re.compile(
-    r"[*`]+|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[\u200b-\u200d\u2060\ufeff]+|</?(?:b|strong|em|i|u|s)>"
-    r"|<\|[^|<>\n]{1,40}\|>",
-    re.I,
+    r"(?i)[*`]+|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[\u200b-\u200d\u2060\ufeff]+|</?(?:b|strong|em|i|u|s)>"
+    r"|<\|[^|<>\n]{1,40}\|>"
 )
 _QUOTED = re.compile(
     r'"[^"\n]+"|“[^“”\n]+”|「[^「」\n]+」|『[^『』\n]+』|«[^«»\n]+»|(?<=\w )`[^`\n]+`|`[^`\n]+`(?= \w)'
@@ -98,22 +97,20 @@ _NUM = (
     r"[-+]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+|,[0-9]{1,2}(?![0-9]))?|\.[0-9]+)"
 )
 _GAP = r"[^\S\n]*"
-_OPEN = r"\s*(?:~~[^~\n]{0,40}~~\s*)?[\"'“‘「『«(\[{$]*(?:<(?=[0-9.]+>))?\s*"
+_OPEN = r"\s*(?:~~[^~\n]{0,40}~~\s*)?(?:(?:[\"'“‘「『«(\[{$]|\\[(\[]|\\text\{|<(?=[0-9.]{1,40}>))+\s*)?"
 _UNIT = re.compile(rf"{_GAP}(?:points?|pts?|marks?|stars?|балл(?:а|ов)?|[分点點점])(?![A-Za-z0-9])", re.I)
 _OUT_OF = re.compile(
-    rf"{_GAP}(?:[(\[,]{_GAP})?(?:(?:/|out\s+of|of|von|sur|de|su|из|满分|滿分|max(?:imum)?:?){_GAP}({_NUM})"
+    rf"(?i){_GAP}(?:[(\[,]{_GAP})?(?:(?:[/⁄∕]|out\s+of(?:\s+an?\s+\w+(?:\s+of)?)?|of|von|sur|de|su|из|满分|滿分|max(?:imum)?:?){_GAP}({_NUM})"
     rf"|on\s+an?\s+({_NUM})[- ]point\s+scale"
-    rf"|(?:on\s+(?:a|the)\s+)?scale:?\s*(?:of|from)?\s*{_NUM}\s*(?:[-–]|to)\s*({_NUM}))"
-    r"(?:\s*[分点點점])?\s*[)\]]?(?![\w/])",
-    re.I,
+    rf"|(?:on\s+(?:a|the)\s+)?scale:?(?:\s*(?:of|from))?\s*{_NUM}\s*(?:[-–]|to)\s*({_NUM}))"
+    r"(?:\s*[分点點점])?\s*[)\]]?(?![\w/])"
 )
-_GLUED = re.compile(r"[.,]?[0-9]|[A-Za-z_\u00c0-\u024f/]|[分点點점][0-9]")
+_GLUED = re.compile(r"[.,]?[0-9]|[A-Za-z_\u00c0-\u024f/⁄∕]|[分点點점][0-9]")
 _PERCENT = re.compile(rf"{_GAP}(?:\\?%|percent|per\s+cent)", re.I)
 # Before a second number these make a range, a choice, a sum or a table row.
 _MORE = re.compile(
-    rf"(?:{_GAP}(?:[-‐-―~〜+*×÷→±|、至到或]|->|から|to|or|and|bis))?{_GAP}\[?{_NUM}|{_GAP}\+(?!\w)"
-    rf"|{_GAP}(?:or|and)\s+(?:more|less|above|below|higher|lower)|,{_GAP}{_NUM}{_GAP}(?:[,;.\n]|$)",
-    re.I,
+    rf"(?i)(?:{_GAP}(?:[-‐-―~〜+*×÷→±|、至到或]|->|から|to|or|and|bis))?{_GAP}\[?{_NUM}|{_GAP}\+(?!\w)"
+    rf"|{_GAP}(?:or|and)\s+(?:more|less|above|below|higher|lower)|,{_GAP}{_NUM}{_GAP}(?:[,;.\n]|$)"
 )
 _UNFINISHED = re.compile(rf"{_GAP}(?:(?:[.,/]|out|out of|of){_GAP})?\Z", re.I)
 _NON_FINITE = r"[-+]?(?:nan|inf(?:inity)?|∞)(?![A-Za-z])"
@@ -121,6 +118,7 @@ _NON_FINITE = r"[-+]?(?:nan|inf(?:inity)?|∞)(?![A-Za-z])"
 _VOID = (
     r"(?:n/?a|none|null|nil|unknown|undefined|tbd|not\s+\w+|zero|one|two|three|four|five|six|seven|eight|nine|ten"
     r"|(?-i:I{2,3}|I?[VX]I{0,3})|[无無零一二三四五六七八九十])(?!\w)|[-–—?](?=\s|$)"
+    r"|(?:[~≈<>≤≥]=?|about|around|approx\w*|roughly|between|nearly|almost|over|under|at\s+\w+)\s*[0-9]"
 )
 _VALUE = re.compile(
     rf"{_OPEN}(?:(?P<odd>{_NON_FINITE})|(?P<void>{_VOID})|(?P<num>{_NUM})[\"'”’」』»)\]}}>$]*)", re.I
@@ -191,10 +189,9 @@ def _whole(content: str, value: _Value) -> Judgement | None:
 
 # What may stand before a label on its line. After another word it names another quantity.
 _PLAIN = re.compile(
-    r"(?:^|[^\w\s'’]|[0-9]|\b(?:final|overall|total|aggregate|weighted|global|average|mean|new|revised|updated|adjusted"
+    r"(?i)(?:[0-9]|(?:^|[^\w\s'’]|\b(?:(?:final|overall|total)\s+\w+|actually|final|overall|total|aggregate|weighted|global|average|mean|new|revised|updated|adjusted"
     r"|numeric|my|the|an?|your|this|its|our|is|so|thus|hence|therefore|and|with|give[sn]?|say|assign(?:ed)?|answer"
-    r"|response|solution|evaluation)|最[终終]|[综綜]合|総合|总体?|總|整体|最后|的|给出?|최종|종합|총)\s*$",
-    re.I,
+    r"|response|solution|evaluation)|最[终終]|[综綜]合|総合|总体?|總|整体|最后|的|给出?|최종|종합|총)\s*)$"
 )
 _SCALED = r"\s*(?:(?:\(([^()\n]{0,40})\)|(out\s+of\s+[0-9.]+))\s*)?"  # "Score (1-10):", "Score out of 10:"
 _SCALE = re.compile(r"(?:/|out\s+of|max\w*:?|[-–~]|to|满分)\s*([0-9][0-9.]*)\D*$", re.I)
@@ -252,9 +249,9 @@ def _closed(s: str, form: str, tag: str, value: _Value) -> list[Found]:
 
 def _alone(s: str, value: _Value) -> list[Found]:
     lines = [re.sub(r"</?\w+>", "", line).strip(" \t\r#>|") for line in s.split("\n") if line.strip()]
-    last = len(lines) - 1
-    read = [(i, _whole(lines[i] + "\n" * (i < last), value)) for i in {0, last} if lines]
-    return [(4, i, judgement) for i, judgement in read if judgement]
+    ends = {0: "\n" * (len(lines) > 1), len(lines) - 1: ""} if lines else {}
+    read = [(i, _whole(lines[i] + end, value)) for i, end in ends.items()]
+    return [(1, i, judgement) for i, judgement in read if judgement]
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=tuple, parse_int=float, strict=False)  # a tuple is an object

@@ -31,8 +31,8 @@ _ARTICLE = r"(?:(?:la|le|ma|il|mi|meine|die|итоговая|общая|моя)\
 _SCALED = r"\s*(?:(?:\(([^()\n]{0,40})\)|(out\s+of\s+[0-9.]+))\s*)?"
 LABELS = (
     rf"(?<![A-Za-z'’]){_ARTICLE}(?:{_WORD}(?:\s+(?:finale?|globale?|total|for\s+(?:this|the)\s+\w+))?{_SCALED}"
-    rf"(?:[:=|]|(?<=\s)(?:is|at|est|ist|es)\b:?|(?<=\s)(?={_OF}))"
-    rf"|(?:note|total|final|points?|marks?|overall)\s*(?:finale?|globale?)?\s*[:=|,](?=\s*{_OF}))"  # only with a scale
+    rf"(?:[:=|]|(?<=\s)(?:is|at|est|ist|es)\b:?|(?<=\s)(?:[-–—]\s*)?(?={_OF}))"
+    rf"|(?:note|total|final|points?|marks?|overall)(?:\s*(?:finale?|globale?))?\s*[:=|,](?=\s*{_OF}))"  # only with a scale
     rf"|\[RESULT\]\s*:?|^[ \t]*#{{1,6}}[ \t]*(?:final |overall )?{_WORD}[ \t]*(?=\n)"
 )
 SENTENCES = (

@@ -59,6 +59,7 @@ def linear_loss(
     logit_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     rows: RowsOp | None = None,
+    splits: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of token_weight · loss over tokens, from hidden states and head, never holding more than chunk × V.
 
@@ -80,22 +81,32 @@ def linear_loss(
       topk_ids: [T, K] distinct ids, or -1 in unused slots: loss_fn gets their logp [T, K], -inf where unused,
         and the log of the mass of all others [T], as `partition_divergence` takes them.
       rows: the work on whole rows of logits: `rows_triton` of linear_rows.py on CUDA; None is rows_torch.
+      splits: the sum over V in the gradient of hidden goes in so many parts, added in float32: for a D whose
+        few tiles leave a GPU half idle. Divides V.
       chunk: tokens at a time; default what BUFFER_BYTES of logits hold, or an eighth of them in torch, whose
         float32 temporaries are several times as large.
       logit_dtype: float32 keeps the logits of a bf16 matmul unrounded, in three times the buffer.
       grad_dtype: accumulator of the head's gradient over chunks; default weight.dtype.
-    Returns: loss []; aux: loss, logp, entropy and the aux of loss_fn, [T] each. Float32, nats. backward() may
-      be called once: it scales the stored gradients in place.
+    Returns: loss []; aux: loss, logp, entropy and the aux of loss_fn, [T] each, 0 where token_weight is 0.
+      In float32 and nats. backward() may be called once: it scales the stored gradients in place.
     Raises ValueError for shapes that do not fit, and for scales and chunk <= 0.
     """
     weight = _gather_head(weight) if hasattr(weight, "full_tensor") else weight
-    _check(hidden, weight, target, token_weight, args, topk_ids, (temperature, logit_scale, softcap, chunk))
+    _check(hidden, weight, target, token_weight, args, topk_ids)
+    if any(x is not None and x <= 0 for x in (temperature, logit_scale, softcap, chunk, splits)):
+        raise ValueError(
+            "linear_loss: want temperature, logit_scale, softcap, chunk and splits > 0, "
+            f"got {temperature}, {logit_scale}, {softcap}, {chunk} and {splits}"
+        )
+    if weight.shape[0] % splits:
+        raise ValueError(f"linear_loss: splits must divide V, got {splits} and {weight.shape[0]}")
     head = (bias, (float(logit_scale), softcap, float(temperature)), rows or rows_torch)
     (n, _), vocab = hidden.shape, weight.shape[0]
     logit_dtype = logit_dtype or hidden.dtype
     if chunk is None:
         row_bytes = vocab * logit_dtype.itemsize * (8 if rows is None else 1)
-        chunk = max(128, BUFFER_BYTES // row_bytes // 128 * 128)  # a matmul's tiles have 128 rows
+        fits = max(128, BUFFER_BYTES // row_bytes // 128 * 128)  # a matmul's tiles have 128 rows
+        chunk = 128 * max(1, math.ceil(n / math.ceil(max(n, 1) / fits) / 128))  # of nearly equal sizes
     learn = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     with torch.no_grad():
         dh = torch.empty_like(hidden) if learn[0] else None
@@ -116,7 +127,7 @@ def linear_loss(
             loss = loss + (w * aux["loss"]).sum()
             parts.append(aux)
             if dh is not None:
-                torch.mm(da, weight, out=dh[at])
+                _mm_split(da, weight, dh[at], splits)
                 dh[at].mul_(g[:, None])
             if db is not None:
                 db += (g.to(da.dtype) @ da).to(db.dtype)
@@ -126,8 +137,9 @@ def linear_loss(
         pairs = ((dh, hidden), (dw, weight), (db, bias))
         grads = [None if d is None or x is None else d.to(x.dtype) for d, x in pairs]
         del dh, dw, db, pairs
-    loss = _Attach.apply(loss, hidden, weight, bias, *grads)
-    return loss, {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
+        off = token_weight == 0
+        tokens = {k: torch.cat([p[k] for p in parts]).masked_fill(off, 0) for k in parts[0]}
+    return _Attach.apply(loss, hidden, weight, bias, *grads), tokens
 
 
 class _Attach(torch.autograd.Function):
@@ -242,6 +254,16 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
+def _mm_split(a: Tensor, b: Tensor, out: Tensor, splits: int) -> None:
+    """out = a b, the inner sum in parts."""
+    if splits == 1:
+        torch.mm(a, b, out=out)
+        return
+    parts = a.unflatten(1, (splits, -1)).transpose(0, 1), b.unflatten(0, (splits, -1))
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if a.is_cuda and a.dtype != torch.float32 else {}
+    out.copy_(torch.bmm(*parts, **wide).sum(0))
+
+
 def _accumulate(total: Tensor, a: Tensor, b: Tensor, *, beta: float) -> None:
     """total = beta total + a b, in the dtype of total."""
     if total.dtype == a.dtype:
@@ -261,7 +283,7 @@ def _gather_head(weight: Any) -> Tensor:
 
 def _check(
     hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor, args: tuple[Tensor, ...],
-    topk_ids: Tensor | None, positive: tuple[float | None, ...],
+    topk_ids: Tensor | None,
 ) -> None:  # fmt: skip
     tokens = (target, token_weight, *args) if topk_ids is None else (target, token_weight, *args, topk_ids)
     fits = hidden.dim() == 2 and weight.shape[1:] == hidden.shape[1:] and hidden.dtype == weight.dtype
@@ -272,5 +294,3 @@ def _check(
             "linear_loss: want hidden [T, D] and weight [V, D] of one dtype, target and token_weight [T], "
             f"args [T, ...], topk_ids [T, K], got {hidden.dtype}, {weight.dtype} and {shapes}"
         )
-    if any(x is not None and x <= 0 for x in positive):
-        raise ValueError(f"linear_loss: want temperature, logit_scale, softcap and chunk > 0, got {positive}")

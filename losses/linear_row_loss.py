@@ -36,7 +36,7 @@ def linear_row_loss(
       token_weight: [T] float, mask and normaliser, from global counts. Where it is 0, anything may stand.
       args: [T, ...] constants. chunk: tokens at a time; several float32 tensors of chunk × V are held.
       grad_dtype: accumulator of the head's gradient over chunks; default weight.dtype.
-    Returns: loss []; aux: loss [T] and the aux of row_loss, detached. backward() may be called once.
+    Returns: loss []; aux: loss and the aux of row_loss, [T] each, detached. backward() may be called once.
     Raises ValueError for shapes that do not fit, and chunk <= 0.
     """
     n = hidden.shape[0]
@@ -69,7 +69,8 @@ def linear_row_loss(
             if dw is not None:
                 dw.addmm_(dz.T.to(dw.dtype), h.to(dw.dtype))
         grads = [None if d is None else d.to(x.dtype) for d, x in ((dh, hidden), (dw, weight))]
-    aux = {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
+        off = token_weight == 0
+        aux = {k: torch.cat([p[k] for p in parts]).masked_fill(off, 0) for k in parts[0]}
     return _Attach.apply(total, hidden, weight, *grads), aux  # type: ignore[return-value]
 
 

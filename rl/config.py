@@ -36,7 +36,7 @@ class Policy:
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     replicas: int = 1
-    samples: int = 16
+    samples: int = 8
     """G: samples of one prompt, the group of GRPO."""
     temperature: float = 1.0
     max_tokens: int = 8
@@ -118,10 +118,10 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    steps: int = 150
-    prompts: int = 16
+    steps: int = 250
+    prompts: int = 32
     """B: groups per optimiser step, counted over all ranks."""
-    lr: float = 1e-3
+    lr: float = 5e-4
     warmup: int = 5
     """Steps of linear warm-up; constant afterwards."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -1,176 +1,206 @@
-"""Builds the demo's models side by side, one process each, and keeps them: a cache named by what made it."""
+"""Builds the demo's models once: each in a process of its own, each in a folder named by a hash of all that made it."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
-import shutil
+import signal
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch
+from rl.demo.specs import JudgeSpec, PolicySpec, Size, Spec, TeacherSpec
 
-from models.weights import load_folder, save_folder
-from rl.demo.fit import TOKENIZER
-from rl.demo.recipes import make
-from rl.demo.specs import JudgeSpec, Spec
+__all__ = ["BuildError", "Built", "JudgeSpec", "PolicySpec", "Size", "Spec", "TeacherSpec", "build", "build_all",
+           "cache_dir", "find"]  # fmt: skip
 
-ROOT = Path(__file__).parents[2]
-Progress = Callable[[str, float, str], None]  # name, fraction done, what was last measured
+REPORT = "report.json"
+_ROOT = Path(__file__).parents[2]
+_MODELS = ("config", "tokenizer", "transformer", "weights")
 
 
 class BuildError(RuntimeError):
-    """A build failed; the message holds its traceback."""
+    """A model could not be built; the message says which and holds the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A model that is there. `numbers` were measured on held-out problems when it was built."""
+    """A Hugging Face folder, and what was measured when it was built: accuracies are of held-out problems."""
 
-    spec: Spec
     folder: Path
     numbers: Mapping[str, float]
-    seconds: float
-    cached: bool
 
     @property
     def report(self) -> str:
-        """One line for a person."""
-        n = self.numbers
-        if isinstance(self.spec, JudgeSpec):
-            said = (
-                f"verdicts {100 * n['verdict']:.1f} % right against ground truth, {100 * n['false_positive']:.1f} % "
-                f"false positives, scores {100 * n['exact_score']:.1f} % exact, {100 * n['parsed']:.1f} % readable"
-            )
-        else:
-            said = ", ".join(
-                f"{name.removeprefix('accuracy/')} {100 * value:.1f} % right"
-                for name, value in n.items()
-                if name.startswith("accuracy/")
-            )
-        return f"{said} on held-out problems ({'cached' if self.cached else f'built in {self.seconds:.0f} s'})"
+        return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in self.numbers.items())
 
 
 def cache_dir() -> Path:
-    """$VIVA_CACHE, or ~/.cache/viva."""
-    return Path(os.environ.get("VIVA_CACHE") or Path.home() / ".cache" / "viva")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "viva"
 
 
 def folder_of(spec: Spec, cache: Path) -> Path:
-    """Named by a hash of the spec, the sources that train it and the torch version."""
-    digest = hashlib.blake2b(digest_size=10)
-    sources = sorted([*ROOT.glob("rl/demo/*.py"), *ROOT.glob("models/*.py")])
-    for text in (repr(spec), torch.__version__, *(path.read_text() for path in sources)):
-        digest.update(text.encode() + b"\0")
-    return cache / f"{type(spec).__name__.removesuffix('Spec').lower()}-{digest.hexdigest()}"
+    """Its name holds a hash of the spec, of the sources that make and run the model, and of torch's version."""
+    kind = type(spec).__name__.removesuffix("Spec").lower()
+    made_by = hashlib.sha256(json.dumps([kind, asdict(spec), version("torch")]).encode())
+    for source in [*sorted(Path(__file__).parent.glob("*.py")), *(_ROOT / f"models/{name}.py" for name in _MODELS)]:
+        made_by.update(source.read_bytes())
+    return cache / f"{kind}-{'-'.join(spec.tasks)}-{made_by.hexdigest()[:16]}"
 
 
 def find(spec: Spec, cache: Path) -> Built | None:
-    """The cached model, if it is there and whole."""
+    """The model, if the cache holds it whole: every file has the hash that the report says."""
     folder = folder_of(spec, cache)
     try:
-        report = json.loads((folder / "report.json").read_text())
-        load_folder(folder)
-        whole = report["files"] == _fingerprints(folder)
+        report = json.loads((folder / REPORT).read_text())
+        whole = all(_sha256(folder / name) == known for name, known in report["files"].items())
     except (OSError, ValueError, KeyError):
         return None
-    if not whole:
-        return None
-    return Built(spec=spec, folder=folder, numbers=report["numbers"], seconds=report["seconds"], cached=True)
+    return Built(folder=folder, numbers=report["numbers"]) if whole else None
 
 
-def build(spec: Spec, cache: Path, progress: Callable[[float, str], None] = lambda fraction, note: None) -> Built:
-    """Train, measure and keep one model. Written aside and renamed, so that nobody meets half of one."""
-    began, folder = time.monotonic(), folder_of(spec, cache)
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ── One model, in this process ───────────────────────────────────────────────────────────────────────────────────
+
+
+def build(spec: Spec, cache: Path, progress: Callable[[float, str], None]) -> Built:
+    """Finds or trains one model. `progress` gets the fraction done and a note on what was last measured."""
+    found = find(spec, cache)
+    if found is None:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as scratch:
+            _train(spec, Path(scratch) / "model", progress)
+            _publish(spec, cache, Path(scratch))
+        found = find(spec, cache)
+        assert found is not None
+    progress(1.0, "ready")
+    return found
+
+
+def _train(spec: Spec, folder: Path, progress: Callable[[float, str], None]) -> None:
+    from models.weights import save_folder
+    from rl.demo.fit import TOKENIZER
+    from rl.demo.recipes import make
+
+    wall, cpu = time.monotonic(), time.process_time()
     model, numbers = make(spec, progress)
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    save_folder(aside, model, model.cfg, TOKENIZER)
-    seconds = time.monotonic() - began
-    report = {"spec": repr(spec), "numbers": numbers, "seconds": seconds, "files": _fingerprints(aside)}
-    (aside / "report.json").write_text(json.dumps(report, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-    try:
-        aside.rename(folder)
-    except OSError:  # another process was faster with the same model
-        shutil.rmtree(aside)
-    return Built(spec=spec, folder=folder, numbers=numbers, seconds=seconds, cached=False)
-
-
-def _fingerprints(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-        for path in sorted(folder.iterdir())
-        if path.name != "report.json"
+    numbers |= {
+        "parameters": model.cfg.n_params,
+        "seconds": round(time.monotonic() - wall, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
     }
+    save_folder(folder, model, model.cfg, TOKENIZER)
+    files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
+    (folder / REPORT).write_text(json.dumps({"spec": asdict(spec), "numbers": numbers, "files": files}, indent=2))
 
 
-def build_all(specs: Mapping[str, Spec], cache: Path, progress: Progress) -> dict[str, Built]:
-    """Every model by its name: from the cache, or built in as many processes at a time as there are cores.
+def _publish(spec: Spec, cache: Path, scratch: Path) -> None:
+    """Renames the finished folder into place, over a damaged one; where another process was first, its own stays."""
+    with _locked(cache / ".lock"):
+        if find(spec, cache) is None:
+            folder = folder_of(spec, cache)
+            if folder.exists():
+                folder.rename(scratch / "damaged")
+            (scratch / "model").rename(folder)
 
-    Raises BuildError with the traceback of the first build that fails; the others are ended.
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ── Several models, in parallel ──────────────────────────────────────────────────────────────────────────────────
+
+
+def build_all(
+    specs: Mapping[str, Spec], cache: Path, progress: Callable[[str, float, str], None]
+) -> dict[str, Built]:
+    """Finds or trains every model; those that are missing in parallel, one process and one thread each.
+
+    `progress` gets name, fraction and note, in this process. The first failure ends the other builds and raises
+    BuildError with the child's traceback.
     """
-    found = {name: find(spec, cache) for name, spec in specs.items()}
-    done = {name: built for name, built in found.items() if built is not None}
-    # Judges take longest.
-    waiting = sorted(specs.keys() - done.keys(), key=lambda n: (not isinstance(specs[n], JudgeSpec), n))
-    running: dict[Connection, tuple[str, BaseProcess]] = {}
-    context = multiprocessing.get_context("spawn")
+    built = {name: found for name, spec in specs.items() if (found := find(spec, cache))}
+    for name in built:
+        progress(name, 1.0, "cached")
+    names: dict[Spec, list[str]] = {}  # two names may want the same model
+    for name in specs.keys() - built.keys():
+        names.setdefault(specs[name], []).append(name)
+    running: dict[Connection, tuple[list[str], multiprocessing.process.BaseProcess]] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
-                name = waiting.pop(0)
-                here, there = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(specs[name], cache, there), daemon=True)
-                process.start()
-                there.close()
-                running[here] = (name, process)
-                progress(name, 0.0, "")
-            for ready in wait(list(running)):
-                assert isinstance(ready, Connection)
-                name, process = running[ready]
-                message = _receive(ready, name)
-                if isinstance(message, Built):
-                    done[name] = message
-                    progress(name, 1.0, "")
-                    del running[ready]
-                    process.join()
-                else:
-                    progress(name, *message)
+        for spec, wanted_as in names.items():
+            pipe, process = _start(spec, cache)
+            running[pipe] = wanted_as, process
+        while running:
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                wanted_as, process = running[pipe]
+                match _receive(pipe, process, wanted_as[0]):
+                    case Built() as model:
+                        del running[pipe]
+                        built |= dict.fromkeys(wanted_as, model)
+                    case (fraction, note):
+                        for name in wanted_as:
+                            progress(name, fraction, note)
     finally:
         for _, process in running.values():
-            process.kill()
-    return {name: done[name] for name in specs}
+            process.terminate()
+    return {name: built[name] for name in specs}
 
 
-def _receive(connection: Connection, name: str) -> Built | tuple[float, str]:
+def _start(spec: Spec, cache: Path) -> tuple[Connection, multiprocessing.process.BaseProcess]:
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, spec, cache), daemon=True)
+    process.start()
+    theirs.close()  # so that the end of the child is the end of the pipe
+    return ours, process
+
+
+def _receive(
+    pipe: Connection, process: multiprocessing.process.BaseProcess, name: str
+) -> Built | tuple[float, str]:
     try:
-        message = connection.recv()
+        message = pipe.recv()
     except EOFError:
-        raise BuildError(f"building {name} failed: its process died") from None
+        process.join()
+        raise BuildError(f"building {name}: its process ended with exit code {process.exitcode}") from None
     if isinstance(message, str):
         raise BuildError(f"building {name} failed:\n{message}")
     return message
 
 
-def _child(spec: Spec, cache: Path, parent: Connection) -> None:
+def _child(pipe: Connection, spec: Spec, cache: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
     torch.set_num_threads(1)
-    began_by = os.getppid()
-
-    def progress(fraction: float, note: str) -> None:
-        if os.getppid() != began_by:  # nobody waits for this model any more
-            os._exit(1)
-        parent.send((fraction, note))
-
     try:
-        parent.send(build(spec, cache, progress))
-    except BaseException:
-        parent.send(traceback.format_exc())
-        raise
+        pipe.send(build(spec, cache, lambda fraction, note: pipe.send((fraction, note))))
+    except BaseException:  # the parent raises it
+        pipe.send(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed ends nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

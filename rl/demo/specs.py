@@ -14,7 +14,7 @@ class Size:
     d_model: int = 64
     n_layers: int = 2
     n_heads: int = 4
-    head_dim: int = 16
+    head_dim: int = 32  # the smallest that vLLM runs on a CPU
     d_ff: int = 128
 
 

@@ -1,6 +1,7 @@
 """Three small skills with a ground truth: reverse five digits, sort five digits, add two two-digit numbers.
 
-Stdlib only. The rule never sees a judge, and a held-out problem is never trained on: its hash alone decides where it belongs.
+Free of torch. The rule never sees a judge, and a held-out problem is never trained on: its hash alone decides where it
+belongs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from rl.data import Row
+
 Split = Literal["train", "held_out"]
 
 TASKS = ("reverse", "sort", "add")
-ALPHABET = (
-    "0123456789rsa+=j?S:!-"  # policies, teachers and judges share it, so that token ids mean the same to all
-)
+ALPHABET = "0123456789rsa+=j?S:!-"  # one for policies, teachers and judges: a token id means the same to all
 HELD_OUT_PERCENT = 10
 
 _PROBLEM = re.compile(r"(?P<task>[rs])(?P<digits>\d{5})=|a(?P<x>\d\d)\+(?P<y>\d\d)=", re.ASCII)
@@ -43,9 +44,7 @@ def answer_of(prompt_text: str) -> str:
     """The one right answer. A sum has three digits, the least significant first: a12+34= gives 640."""
     match = _PROBLEM.fullmatch(prompt_text)
     if match is None:
-        raise ValueError(
-            f"answer_of: expected a problem like r52814=, s52814= or a12+34=, got {prompt_text!r}"
-        )
+        raise ValueError(f"answer_of: expected a problem like r52814=, s52814= or a12+34=, got {prompt_text!r}")
     if match["task"] is None:
         return f"{int(match['x']) + int(match['y']):03d}"[::-1]
     return match["digits"][::-1] if match["task"] == "r" else "".join(sorted(match["digits"]))
@@ -75,6 +74,12 @@ def make_prompts(tasks: Sequence[str], n: int, seed: int, split: Split) -> list[
     check_tasks(tasks)
     rng = random.Random(f"{seed}/{split}/{'+'.join(tasks)}")
     return [(*draw(tasks[i % len(tasks)], rng, split), tasks[i % len(tasks)]) for i in range(n)]
+
+
+def make_rows(tasks: Sequence[str], n: int, seed: int, split: Split) -> list[Row]:
+    """`make_prompts` as rows of a data set."""
+    prompts = make_prompts(tasks, n, seed, split)
+    return [Row(f"demo {split} {i}", text, answer, key, {}) for i, (text, answer, key) in enumerate(prompts)]
 
 
 def draw(task: str, rng: random.Random, split: Split) -> tuple[str, str]:

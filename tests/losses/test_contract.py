@@ -104,11 +104,22 @@ def test_the_helpers_that_policy_kl_and_correction_files_repeat_are_one_text() -
     assert {name: len(texts) for name, texts in seen.items()} == {"_kept": 1, "_out": 1, "_row_sum": 1}
 
 
-def test_every_public_function_is_exported_and_says_what_it_computes() -> None:
+def test_every_public_function_says_what_it_computes() -> None:
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 assert ast.get_docstring(node), f"{path.name}: {node.name}"
+
+
+def test_every_loss_advantage_and_correction_is_exported_and_in_the_index() -> None:
+    index = (Path(losses.__file__).parent / "README.md").read_text()
+    for path in FILES:
+        if path.stem.startswith(("distill", "linear", "genrm", "cross")):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                assert hasattr(losses, node.name), f"{path.name}: {node.name} is not exported"
+                assert f"`{node.name}`" in index, f"{node.name} is not in losses/README.md"
 
 
 @every_loss

@@ -117,6 +117,13 @@ def test_the_clamp_of_k3_stops_its_gradient_and_the_others_still_pull() -> None:
         assert value.isfinite().all()
         assert torch.autograd.grad(value.sum(), logp)[0].tolist() == want
     assert losses.k3(logp, ref, mask)[1]["clamped"].tolist() == [1, 1]
+    near = torch.tensor([-20.5, -1.0]), torch.tensor([-1.0, -22.5])  # 19.5 and 21.5 nats
+    for aux in (
+        losses.k3(*near, mask)[1],
+        losses.k3_st(*near, mask)[1],
+        losses.k3_weighted(*near, near[0], mask)[1],
+    ):
+        assert aux["clamped"].tolist() == [0, 1]
     assert losses.k3(logp, ref, mask, clamp=100.0)[1]["clamped"].tolist() == [0, 0]
 
 

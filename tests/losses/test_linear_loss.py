@@ -123,7 +123,7 @@ def test_loss_and_gradients_are_those_of_full_logits(
     on = x["token_weight"] > 0
     torch.testing.assert_close(aux["logp"][on], logp[on])
     torch.testing.assert_close(aux["entropy"][on], h[on])
-    assert {"loss", "rho"} <= set(aux) and not any(v.requires_grad for v in aux.values())
+    assert {"loss", "rho"} <= set(aux) and not any(v.requires_grad or v[~on].any() for v in aux.values())
     got, true = torch.autograd.grad(loss, wrt), torch.autograd.grad(want, wrt)
     torch.testing.assert_close(got[:2], true[:2])
     torch.testing.assert_close(got[2:], true[2:], rtol=1e-5, atol=1e-7)  # a bias gradient adds up in float32
@@ -180,6 +180,18 @@ def test_three_matmuls_a_chunk_none_of_them_for_what_needs_no_gradient_and_no_te
     with torch.no_grad(), Watch() as seen:
         loss, _ = ours(x, head={}, chunk=4)
     assert seen.matmuls == 3 and not loss.requires_grad
+
+
+def test_the_inner_sum_may_be_split_and_the_chunk_be_left_to_the_default() -> None:
+    x = problem()
+    x["w"] = x["w"][:36].detach().requires_grad_()  # 36 = 4 · 9
+    x["y"], x["ids"] = x["y"].clamp(max=35), x["ids"].clamp(max=35)
+    ways: list[dict[str, Any]] = [{"chunk": 4}, {"chunk": 4, "splits": 4}, {}]
+    got = [torch.autograd.grad(ours(x, entropy=True, head={}, **kw)[0], (x["h"], x["w"])) for kw in ways]
+    torch.testing.assert_close(got[1], got[0])
+    torch.testing.assert_close(got[2], got[0])
+    with pytest.raises(ValueError, match="divide V"):
+        ours(x, head={}, splits=5)
 
 
 def test_micro_batches_of_any_size_add_up_to_the_step() -> None:

@@ -27,7 +27,7 @@ def test_every_experiment_is_sound():
 def test_compositions_that_cannot_mean_what_they_say_are_refused():
     refused(GENRM, "staleness", r"max_age \(η\) must be >= 0, got -1", max_age=-1)
     refused(GENRM, "sampler", "group baseline", samples=1)
-    refused(GENRM, "sampler", "cannot hold a group", slots=8)
+    refused(GENRM, "sampler", "cannot hold a group", slots=4)
     refused(GENRM, "sampler", "greedy samples", temperature=0.0)
     refused(GENRM, "trainer", "every rank needs a group", prompts=1, ranks=2)
     refused(GENRM, "reward", "loss.policy needs an advantage", judge=0.0)
