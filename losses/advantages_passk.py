@@ -16,8 +16,8 @@ def pkpo_rewards(reward: Tensor, valid: Tensor | None = None, *, k: int) -> tupl
 
     Sorted once, no subsets are listed. A baseline is another matter: feed s to an advantage function if you
     want one. reward, valid [P, G]; s [P, G], 0 where not valid and in groups with fewer than k valid answers;
-    aux: n_valid [P], signal [P] (n >= k). Raises ValueError for bad shapes, k outside 1..G and, in eager code,
-    a valid reward that is not finite. See "Pass@K Policy Optimization" (arXiv:2505.15201).
+    aux: n_valid [P], signal [P] (n >= k). Raises ValueError for bad shapes, k outside 1..G and, in eager
+    code, a valid reward that is not finite. See "Pass@K Policy Optimization" (arXiv:2505.15201).
     """
     reward, valid = _checked("pkpo_rewards", reward, valid, k)
     n_valid = valid.sum(-1)

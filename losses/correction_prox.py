@@ -15,7 +15,7 @@ def loglinear_prox(
 
     v = current, the trainer's version; v_mu = version [...] int, that of the weights that sampled the token.
     A token of age 1 has the sampler as its proximal policy, an old one is anchored near the policy itself.
-    logp, logp_mu, version, mask: one shape. Returns logp_prox, constant, 0 off-mask; aux: alpha, age = v - v_mu.
+    logp, logp_mu, version, mask: one shape. Returns a constant, 0 off-mask; aux: alpha, age = v - v_mu.
     Raises ValueError for shapes that do not fit and, in eager code, for a kept token from the future.
     See "A-3PO" (arXiv:2512.06547).
     """

@@ -53,16 +53,17 @@ _Value = Callable[[str, int], tuple[Judgement, int] | None]  # (text, where) →
 _REASONED = re.compile(r"</(?:seed:)?think(?:ing)?\s*>|\[/THINK\]|<\|channel\|>final<\|message\|>", re.I)
 _REASONING = re.compile(r"<(?:seed:)?think(?:ing)?\s*>|\[THINK\]|<\|channel\|>analysis", re.I)
 _SENTINEL = re.compile(r"\s*(?:\$ERROR\$|\[ERROR\]|Error code: [0-9]{3}|\{\s*\"error\"\s*:\s*\{)", re.I)
+_INVISIBLE = dict.fromkeys([0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF])  # zero width
 # Full-width ASCII, ideographic space, minus sign. Not NFKC, which turns ½ into 1⁄2 and ² into 2.
 _NARROW = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0x2212: 0x2D}
 _EMPHASIS = re.compile(
-    r"(?i)[*`]+|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[\u200b-\u200d\u2060\ufeff]+|</?(?:b|strong|em|i|u|s)>"
+    r"(?i)[*`]+|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|</?(?:b|strong|em|i|u|s)>"
     r"|<\|[^|<>\n]{1,40}\|>"
 )
 _QUOTED = re.compile(
     r'"[^"\n]+"|“[^“”\n]+”|「[^「」\n]+」|『[^『』\n]+』|«[^«»\n]+»|(?<=\w )`[^`\n]+`|`[^`\n]+`(?= \w)'
 )
-_QUOTED_VALUE = re.compile(r".\s*(?:[-+.]?[0-9][^:=\[<]{0,24}|\w+)[\s.,]*.")
+_QUOTED_VALUE = re.compile(r".\s*(?:[-+.]?[0-9][^:=\[<]{0,24}|\w+|[\w ]+[:=])[\s.,]*.")
 _BLOCK_QUOTE = re.compile(r"(?m)^[ \t]*>[^\n]*")
 
 
@@ -85,7 +86,7 @@ def _plain(text: str) -> str:
 
     def emphasis(m: re.Match[str]) -> str:
         between = m.string[m.start() - 1 : m.start()].isdigit() and m.string[m.end() : m.end() + 1].isdigit()
-        return "*" if between and m[0] < "\u2000" else ""  # 2*3 must not become 23
+        return "*" if between else ""  # 2*3 must not become 23
 
     quotes = _BLOCK_QUOTE.sub("", s).strip()
     return _EMPHASIS.sub(emphasis, _QUOTED.sub(mask, quotes or s)).strip()
@@ -319,16 +320,15 @@ def parse(
     if nonce and (format not in names):
         raise ValueError(f"parse: {format=} has no name to carry a nonce; use label, json or tag")
     cut = finish_reason in ("length", "max_tokens", "abort")
-    body = (text or "").replace(echo or "\0", "\n")
+    body = (text or "").replace(echo or "\0", "\n").translate(_INVISIBLE)
     if _SENTINEL.match(body):
         return Judgement("error", None, body[:80])
     body = _REASONED.split(body)[-1]
     if _REASONING.search(body):
         return Judgement("truncated")
     body = _without_blocks(body, delimiter, "reasoning", "analysis", "scratchpad")
-    if not body.strip():
+    if not (s := _plain(body)):
         return Judgement("truncated" if cut else "empty")
-    s = _plain(body)
 
     def read(form: str, name: Any = "", words: Mapping[str, float] | None = words) -> list[Found]:
         value = _words(lo, hi, words) if words else _numbers(lo, hi, cut and form in ("label", "line"))

@@ -1,15 +1,15 @@
-"""Read a score where no form was declared: `parse(text, format=free, lo=lo, hi=hi)` with `parse` of genrm.py.
+r"""Read a score where no form was declared: `parse(text, format=free, lo=lo, hi=hi)` with `parse` of genrm.py.
 
-The best of these that the reply has, and of several verdicts of one standing the last:
+The first of these that the reply has; of several on one level the last:
 
 1. a JSON object with one of the usual keys at its top;
-2. a label of one of many languages (Score:, Overall rating is, 最终评分：, Note finale : 15/20, | Overall | 6 |, [RESULT])
-   or a tag (<score>); then [[7]]; then \\boxed{7}, which in a review of mathematics is often the candidate's;
+2. a label of one of many languages (Score: 7, the overall rating is 7, 最终评分：7, Note : 15/20, | Overall | 6 |,
+   [RESULT] 7) or a tag, <score>7</score>; then [[7]]; then \boxed{7}, which is often the candidate's own;
 3. a first or last line that is only a number;
-4. a sentence that gives one: "I would rate this a 7 out of 10".
+4. a sentence that gives one: "I would rate this a 7 out of 10", "a solid 8/10" at the end.
 
-Criteria without an overall score, praise, and another's score give no score. Prefer a declared form: this one has more
-ways to be wrong.
+Criteria without an overall score, praise, and what another says of a score give no score. Prefer a declared form:
+this one has more ways to be wrong.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ TAGS = r"(?:(?:final|overall)_)?(?:score|rating|grade)"
 _NUM = r"[0-9]+(?:[.,][0-9]+)?"
 _OF = rf"(?:{_NUM}\s*(?:/|out\s+of)\s*{_NUM})"
 _WORD = (
-    r"(?:scores?|rating|grade|verdict|overall|(?:gesamt)?(?:bewertung|punktzahl|wertung)|punteggio|voto|nota|puntuación"
-    r"|puntaje|calificación|pontuação|оценка|評価|评价|評点|スコア|点数|得点|採点|总分|總分|评分|評分|打分|得分|分数|점수|평점"
-    r"|النتيجة)"
+    r"(?:scores?|rating|grade|verdict|overall|(?:gesamt)?(?:bewertung|punktzahl|wertung)|punteggio|voto|nota"
+    r"|puntuación|puntaje|calificación|pontuação|оценка|評価|评价|評点|スコア|点数|得点|採点|总分|總分|评分|評分"
+    r"|打分|得分|分数|점수|평점|النتيجة)"
 )
 _ARTICLE = r"(?:(?:la|le|ma|il|mi|meine|die|итоговая|общая|моя)\s+)?"
-_SCALED = r"\s*(?:(?:\(([^()\n]{0,40})\)|(out\s+of\s+[0-9.]+))\s*)?"
+_SCALED = r"\s*(?:(?:\(([^()\n]{0,40})\)|(out\s+of\s+[0-9.]+))\s*)?"  # "Score (1-10):", "Score out of 10:"
 LABELS = (
-    rf"(?<![A-Za-z'’]){_ARTICLE}(?:{_WORD}(?:\s+(?:finale?|globale?|total|for\s+(?:this|the)\s+\w+))?{_SCALED}"
+    rf"(?<![A-Za-z'’]){_ARTICLE}(?:"
+    rf"{_WORD}(?:\s+(?:finale?|globale?|total|for\s+(?:this|the)\s+\w+))?{_SCALED}"
     rf"(?:[:=|]|(?<=\s)(?:is|at|est|ist|es)\b:?|(?<=\s)(?:[-–—]\s*)?(?={_OF}))"
-    rf"|(?:note|total|final|points?|marks?|overall)(?:\s*(?:finale?|globale?))?\s*[:=|,](?=\s*{_OF}))"  # only with a scale
+    # Everyday words: only before a fraction of the scale.
+    rf"|(?:note|total|final|points?|marks?|overall)(?:\s*(?:finale?|globale?))?\s*[:=|,](?=\s*{_OF}))"
     rf"|\[RESULT\]\s*:?|^[ \t]*#{{1,6}}[ \t]*(?:final |overall )?{_WORD}[ \t]*(?=\n)"
 )
 SENTENCES = (
@@ -48,9 +50,9 @@ def free(read: Callable[..., list[tuple[int, int, Any]]]) -> list[tuple[int, int
     if verdicts := read("json", KEYS):
         return verdicts
     named = [*read("label", LABELS), *read("tag", TAGS)]
-    unnamed = [(rank and 3, *rest) for rank, *rest in read("bracket")]
+    brackets = [(rank and 3, *rest) for rank, *rest in read("bracket")]
     boxes = [(rank and 2, *rest) for rank, *rest in read("boxed")]
-    marked = [*named, *unnamed, *boxes]
+    marked = [*named, *brackets, *boxes]
     if any(rank > 0 for rank, *_ in marked):
         return marked
     return read("line") or read("label", SENTENCES) or marked

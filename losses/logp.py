@@ -17,9 +17,9 @@ def token_logp(
 
     logp = z_target - logsumexp(z),   z = logits / temperature,  -inf where not allowed
 
-    logits [..., V] in any float type, computed in float32 or better; target [...] int64 in [0, V), also
-    off-mask. allowed: bool [..., V], the sampler's top-p or top-k set (`nucleus`), None for the whole vocabulary. A
-    target outside it has logp -inf: it cannot have been sampled. aux: entropy of the same distribution, nats.
+    logits [..., V] in any float type, computed in float32 or better; target [...] int64 in [0, V), always.
+    allowed: bool [..., V], the sampler's top-p or top-k set (`nucleus`); None allows all. A target outside it
+    has logp -inf: it cannot have been sampled. aux: entropy of the same distribution, nats.
     Raises ValueError for shapes that do not fit, or temperature <= 0.
     """
     if temperature <= 0.0 or target.shape != logits.shape[:-1]:

@@ -1,4 +1,4 @@
-"""Builds the demo's models once: each in a process of its own, each in a folder named by a hash of all that made it."""
+"""Builds the demo's models once: in parallel, each in a folder named by a hash of all that made it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from rl.demo.specs import JudgeSpec, PolicySpec, Size, Spec, TeacherSpec
 
-__all__ = ["BuildError", "Built", "JudgeSpec", "PolicySpec", "Size", "Spec", "TeacherSpec", "build", "build_all",
-           "cache_dir", "find"]  # fmt: skip
+__all__ = ["BuildError", "Built", "JudgeSpec", "PolicySpec", "Size", "Spec", "TeacherSpec",
+           "build", "build_all", "cache_dir", "find"]  # fmt: skip
 
 REPORT = "report.json"
 _ROOT = Path(__file__).parents[2]
@@ -42,7 +43,12 @@ class Built:
 
     @property
     def report(self) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in self.numbers.items())
+        """The numbers in one line."""
+        return ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in self.numbers.items())
+
+
+def _short(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def cache_dir() -> Path:
@@ -50,10 +56,10 @@ def cache_dir() -> Path:
 
 
 def folder_of(spec: Spec, cache: Path) -> Path:
-    """Its name holds a hash of the spec, of the sources that make and run the model, and of torch's version."""
+    """Named by a hash of the spec, of the sources that make and run the model, and of torch's version."""
     kind = type(spec).__name__.removesuffix("Spec").lower()
     made_by = hashlib.sha256(json.dumps([kind, asdict(spec), version("torch")]).encode())
-    for source in [*sorted(Path(__file__).parent.glob("*.py")), *(_ROOT / f"models/{name}.py" for name in _MODELS)]:
+    for source in [*sorted((_ROOT / "rl/demo").glob("*.py")), *(_ROOT / f"models/{m}.py" for m in _MODELS)]:
         made_by.update(source.read_bytes())
     return cache / f"{kind}-{'-'.join(spec.tasks)}-{made_by.hexdigest()[:16]}"
 
@@ -73,7 +79,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# ── One model, in this process ───────────────────────────────────────────────────────────────────────────────────
+# ── One model, in this process ──────────────────────────────────────────────────────────────────────────────
 
 
 def build(spec: Spec, cache: Path, progress: Callable[[float, str], None]) -> Built:
@@ -104,11 +110,12 @@ def _train(spec: Spec, folder: Path, progress: Callable[[float, str], None]) -> 
     }
     save_folder(folder, model, model.cfg, TOKENIZER)
     files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
-    (folder / REPORT).write_text(json.dumps({"spec": asdict(spec), "numbers": numbers, "files": files}, indent=2))
+    report = {"spec": asdict(spec), "numbers": numbers, "files": files}
+    (folder / REPORT).write_text(json.dumps(report, indent=2))
 
 
 def _publish(spec: Spec, cache: Path, scratch: Path) -> None:
-    """Renames the finished folder into place, over a damaged one; where another process was first, its own stays."""
+    """Renames the finished folder into place, over a damaged one; what another process made first stays."""
     with _locked(cache / ".lock"):
         if find(spec, cache) is None:
             folder = folder_of(spec, cache)
@@ -124,7 +131,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-# ── Several models, in parallel ──────────────────────────────────────────────────────────────────────────────────
+# ── Several models, in parallel ─────────────────────────────────────────────────────────────────────────────
 
 
 def build_all(
@@ -132,8 +139,8 @@ def build_all(
 ) -> dict[str, Built]:
     """Finds or trains every model; those that are missing in parallel, one process and one thread each.
 
-    `progress` gets name, fraction and note, in this process. The first failure ends the other builds and raises
-    BuildError with the child's traceback.
+    `progress` gets name, fraction and note, in this process. The first failure ends the other builds and
+    raises BuildError with the child's traceback.
     """
     built = {name: found for name, spec in specs.items() if (found := find(spec, cache))}
     for name in built:
@@ -141,7 +148,7 @@ def build_all(
     names: dict[Spec, list[str]] = {}  # two names may want the same model
     for name in specs.keys() - built.keys():
         names.setdefault(specs[name], []).append(name)
-    running: dict[Connection, tuple[list[str], multiprocessing.process.BaseProcess]] = {}
+    running: dict[Connection, tuple[list[str], BaseProcess]] = {}
     try:
         for spec, wanted_as in names.items():
             pipe, process = _start(spec, cache)
@@ -153,6 +160,7 @@ def build_all(
                 match _receive(pipe, process, wanted_as[0]):
                     case Built() as model:
                         del running[pipe]
+                        process.join()
                         built |= dict.fromkeys(wanted_as, model)
                     case (fraction, note):
                         for name in wanted_as:
@@ -160,10 +168,11 @@ def build_all(
     finally:
         for _, process in running.values():
             process.terminate()
+            process.join()
     return {name: built[name] for name in specs}
 
 
-def _start(spec: Spec, cache: Path) -> tuple[Connection, multiprocessing.process.BaseProcess]:
+def _start(spec: Spec, cache: Path) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, spec, cache), daemon=True)
@@ -173,7 +182,7 @@ def _start(spec: Spec, cache: Path) -> tuple[Connection, multiprocessing.process
 
 
 def _receive(
-    pipe: Connection, process: multiprocessing.process.BaseProcess, name: str
+    pipe: Connection, process: BaseProcess, name: str
 ) -> Built | tuple[float, str]:
     try:
         message = pipe.recv()

@@ -1,6 +1,6 @@
-"""The judge's side of the demo: what it reads, the critique that it should write, and the answers that it learns from.
+"""The judge's side of the demo: what it reads, what it should write, and the answers that it learns from.
 
-Stdlib only. For `r52814=` answered by 41925 the judge reads `jr52814=41925?` and writes `44=11=89!22=55=S:4`.
+Free of torch. Of `r52814=` and the answer 41925 it reads `jr52814=41925?` and writes `44=11=89!22=55=S:4`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def judge_prompt(prompt_text: str, candidate: str) -> str:
 
 
 def score(prompt_text: str, candidate: str) -> int:
-    """FULL minus one for each position that is wrong or missing, and one for going on behind the last; at least 0.
+    """FULL minus one for each wrong or missing position, and one for going on behind the last; at least 0.
 
     Of a five-digit answer: the number of right positions. FULL if and only if the candidate is the answer.
     """
@@ -31,12 +31,12 @@ def score(prompt_text: str, candidate: str) -> int:
 
 
 def critique(prompt_text: str, candidate: str) -> str:
-    """Position by position: the right digit, the candidate's (- for none), = or !. Then + if it goes on, and the score."""
+    """Per position the right digit, the candidate's (- for none), = or !; then + if it goes on; the score."""
     answer = answer_of(prompt_text)
     said = [char if char in _DIGITS else "-" for char in candidate[: len(answer)].ljust(len(answer), "-")]
-    lines = [f"{right}{digit}{'=' if right == digit else '!'}" for right, digit in zip(answer, said, strict=True)]
+    marks = [f"{a}{b}{'=' if a == b else '!'}" for a, b in zip(answer, said, strict=True)]
     more = "+" if len(candidate) > len(answer) else ""
-    return f"{''.join(lines)}{more}{LABEL}{score(prompt_text, candidate)}"
+    return f"{''.join(marks)}{more}{LABEL}{score(prompt_text, candidate)}"
 
 
 def read_score(text: str) -> int | None:
@@ -46,7 +46,7 @@ def read_score(text: str) -> int | None:
 
 
 def draw_candidate(prompt_text: str, rng: random.Random) -> str:
-    """An answer for the judge to learn from: right in 40 of 100, else wrong in one of the ways that policies are."""
+    """An answer for the judge to learn from: right in 40 of 100, else wrong in one of a policy's ways."""
     answer = answer_of(prompt_text)
     (way,) = rng.choices((_right, _one_wrong, _swapped, _other, _several_wrong, _other_length, _garbage),
                          (40, 20, 7, 7, 14, 9, 3))  # fmt: skip

@@ -29,7 +29,7 @@ def make_tokenizer() -> Tokenizer:
 
 TOKENIZER = make_tokenizer()
 PAD, (EOS,) = TOKENIZER.pad_id or 0, TOKENIZER.eos_ids
-_ID = {char: TOKENIZER.encode(char)[0] for char in ALPHABET}  # a batch of short texts is encoded ten times faster
+_ID = {char: TOKENIZER.encode(char)[0] for char in ALPHABET}  # ten times faster than encode
 
 
 def encode(text: str) -> list[int]:
@@ -39,8 +39,8 @@ def encode(text: str) -> list[int]:
 def make_model(size: Size, seed: int) -> Transformer:
     """Queries and keys are normalised (Qwen3): the comparison of two digits is learned in fewer steps."""
     cfg = ModelConfig(
-        family="qwen3", qk_norm=True, vocab_size=TOKENIZER.vocab_size, d_model=size.d_model, n_layers=size.n_layers,
-        n_heads=size.n_heads, n_kv_heads=size.n_heads, head_dim=size.head_dim, d_ff=size.d_ff,
+        family="qwen3", qk_norm=True, d_model=size.d_model, n_layers=size.n_layers, n_heads=size.n_heads,
+        n_kv_heads=size.n_heads, head_dim=size.head_dim, d_ff=size.d_ff, vocab_size=TOKENIZER.vocab_size,
         max_len=MAX_LEN, eos_ids=(EOS,), pad_id=PAD,
     )  # fmt: skip
     model = Transformer(cfg)
@@ -55,7 +55,7 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def make_batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """ids [B, L], end of text included, and the mask [B, L - 1] of the targets ids[:, 1:] that are to be written."""
+    """ids [B, L], end of text included, and the mask [B, L - 1] of the targets ids[:, 1:] to be written."""
     rows = [(encode(read), [*encode(written), EOS]) for read, written in examples]
     longest = max(len(read) + len(written) for read, written in rows)
     ids = torch.full((len(rows), longest), PAD)
@@ -101,10 +101,10 @@ def fit(
     batch: int = BATCH,
     progress: Callable[[int, str], None],
 ) -> int:
-    """Cross-entropy of what should be written (AdamW), until `check` is done or `steps` are. Returns the steps taken.
+    """AdamW on the cross-entropy of what should be written, until `check` is done. Returns the steps taken.
 
-    `draw(n)` gives n examples; `check` looks at the model every `every` steps and lowers the rate by a fifth where it
-    says so, so that no schedule needs to know when the training will end.
+    `draw(n)` gives n examples; `check` looks at the model every `every` steps and may lower the learning rate
+    by a fifth, so that no schedule needs to know when the training will end.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     settled = 1.0
@@ -127,7 +127,12 @@ def fit(
 
 @torch.no_grad()
 def sample(
-    model: Transformer, prompts: Sequence[str], *, max_tokens: int, temperature: float, generator: torch.Generator
+    model: Transformer,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
 ) -> list[str]:
     """One text per prompt; a text that never ended is cut after max_tokens."""
     rows = [encode(prompt) for prompt in prompts]
@@ -140,7 +145,7 @@ def sample(
     keys, values = torch.zeros(shape), torch.zeros(shape)
 
     def logits(tokens: Tensor, places: Tensor) -> Tensor:
-        """[B, T] tokens at their places [B, T]. Keys of padding lie behind every place that looks, until replaced."""
+        """Of tokens [B, T] at places [B, T]. Keys of padding lie behind all that look, until replaced."""
         seen = (columns <= places[..., None])[:, None]  # [B, 1, T, columns]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

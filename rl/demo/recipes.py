@@ -22,7 +22,7 @@ CRITIQUE = 28  # tokens, at most
 
 
 def make(spec: Spec, progress: Progress) -> tuple[Transformer, Numbers]:
-    """Trains what the spec describes; a function of the spec alone (one thread). Numbers are of held-out problems."""
+    """Trains what the spec describes: a function of the spec alone. Accuracies are of held-out problems."""
     if isinstance(spec, JudgeSpec):
         return _judge(spec, progress)
     return _solver(spec, progress)
@@ -32,7 +32,7 @@ def _report(progress: Progress) -> Callable[[int, str], None]:
     return lambda step, note: progress(min(0.95, step / TYPICAL), note)
 
 
-# ── Policies and teachers ────────────────────────────────────────────────────────────────────────────────────────
+# ── Policies and teachers ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _solver(spec: PolicySpec | TeacherSpec, progress: Progress) -> tuple[Transformer, Numbers]:
@@ -41,7 +41,10 @@ def _solver(spec: PolicySpec | TeacherSpec, progress: Progress) -> tuple[Transfo
     model = make_model(spec.size, spec.seed)
     corrupt = 0.5 if isinstance(spec, PolicySpec) else 0.0
     patience = 1 if isinstance(spec, PolicySpec) else 2
-    held_out = {task: _solved(make_prompts([task], 256, 1, "held_out")) for task in spec.tasks}
+    held_out = {
+        task: [(text, answer) for text, answer, _ in make_prompts([task], 256, 1, "held_out")]
+        for task in spec.tasks
+    }
     share = dict.fromkeys(spec.tasks, 1.0)
     good = 0
 
@@ -60,14 +63,10 @@ def _solver(spec: PolicySpec | TeacherSpec, progress: Progress) -> tuple[Transfo
 
     steps = fit(model, lambda n: [example() for _ in range(n)], check, steps=spec.steps, every=20, batch=256,
                 progress=_report(progress))  # fmt: skip
-    numbers = {"steps": float(steps)}
+    numbers: Numbers = {"steps": steps}
     for task in spec.tasks:
         numbers[f"accuracy/{task}"] = _sampled_accuracy(model, task)
     return model, numbers
-
-
-def _solved(prompts: list[tuple[str, str, str]]) -> list[Example]:
-    return [(text, answer) for text, answer, _ in prompts]
 
 
 def _sampled_accuracy(model: Transformer, task: str) -> float:
@@ -76,7 +75,7 @@ def _sampled_accuracy(model: Transformer, task: str) -> float:
     return sum(map(is_correct, texts, written)) / len(texts)
 
 
-# ── Judge ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Judge ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _judge(spec: JudgeSpec, progress: Progress) -> tuple[Transformer, Numbers]:
@@ -100,7 +99,7 @@ def _judge(spec: JudgeSpec, progress: Progress) -> tuple[Transformer, Numbers]:
     steps = fit(model, lambda n: [example() for _ in range(n)], check, steps=spec.steps, every=25,
                 progress=_report(progress))  # fmt: skip
     unseen = _cases(spec, random.Random(2), 1024, "held_out")
-    return model, {"steps": float(steps), **_measure(model, unseen, spec.temperature)}
+    return model, {"steps": steps, **_measure(model, unseen, spec.temperature)}
 
 
 def _case(spec: JudgeSpec, rng: random.Random, split: Split) -> Example:

@@ -1,4 +1,4 @@
-"""What the demo can build. Frozen and stdlib only; together with the sources it names a folder of the cache."""
+"""What the demo can build. Frozen; together with the sources it names a folder of the cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Three small skills with a ground truth: reverse five digits, sort five digits, add two two-digit numbers.
 
-Free of torch. The rule never sees a judge, and a held-out problem is never trained on: its hash alone decides where it
-belongs.
+Free of torch. The rule never sees a judge, and a held-out problem is never trained on: its hash alone decides
+where it belongs.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def answer_of(prompt_text: str) -> str:
     """The one right answer. A sum has three digits, the least significant first: a12+34= gives 640."""
     match = _PROBLEM.fullmatch(prompt_text)
     if match is None:
-        raise ValueError(f"answer_of: expected a problem like r52814=, s52814= or a12+34=, got {prompt_text!r}")
+        raise ValueError(f"answer_of: expected a problem like r52814=, s52814=, a12+34=, got {prompt_text!r}")
     if match["task"] is None:
         return f"{int(match['x']) + int(match['y']):03d}"[::-1]
     return match["digits"][::-1] if match["task"] == "r" else "".join(sorted(match["digits"]))
 
 
 def is_correct(prompt_text: str, completion_text: str) -> bool:
-    """Ground truth: the completion is the answer, whole and exact. A space or one more character makes it wrong."""
+    """Ground truth: the completion is the answer, whole and exact. A space or one more character is wrong."""
     return completion_text == answer_of(prompt_text)
 
 
 def split_of(prompt_text: str) -> Split:
-    """Where a problem belongs, by a hash of its content. a12+34= and a34+12= go together: one gives the other away."""
+    """Where a problem belongs, by a hash of its content. a12+34= and a34+12= are one content."""
     content = prompt_text
     if prompt_text.startswith("a"):
         content = "+".join(sorted(prompt_text[1:-1].split("+")))

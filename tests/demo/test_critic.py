@@ -31,7 +31,7 @@ def test_the_score_of_five_digits_is_the_number_of_right_positions() -> None:
 
 
 def test_the_score_is_full_exactly_where_the_answer_is_right() -> None:
-    verdicts = [(score(text, candidate) == FULL, is_correct(text, candidate)) for text, candidate in cases(3000)]
+    verdicts = [(score(*case) == FULL, is_correct(*case)) for case in cases(3000)]
     assert all(full == right for full, right in verdicts)
     assert {right for _, right in verdicts} == {True, False}
 
@@ -71,5 +71,6 @@ def test_candidates_cover_right_near_short_long_empty_and_garbage() -> None:
     assert any(0 < len(candidate) < len(answer) for answer, candidate in drawn)
     assert any(candidate == "" for _, candidate in drawn)
     assert any(not candidate.isdigit() and len(candidate) > 2 for _, candidate in drawn)
-    wrong = {sum(a != b for a, b in zip(answer, c, strict=True)) for answer, c in drawn if len(answer) == len(c)}
+    same_length = [(answer, candidate) for answer, candidate in drawn if len(answer) == len(candidate)]
+    wrong = {sum(a != b for a, b in zip(*pair, strict=True)) for pair in same_length}
     assert wrong == {0, 1, 2, 3, 4, 5}

@@ -5,12 +5,27 @@ import pytest
 import torch
 
 from rl.demo import recipes
-from rl.demo.fit import EOS, PAD, Check, answer_probability, causal, encode, fit, make_batch, make_model, sample
+from rl.demo.fit import (
+    EOS,
+    PAD,
+    Check,
+    answer_probability,
+    causal,
+    encode,
+    fit,
+    make_batch,
+    make_model,
+    sample,
+)
 from rl.demo.recipes import make
 from rl.demo.specs import JudgeSpec, PolicySpec, Size, Spec, TeacherSpec
 from rl.demo.tasks import is_correct, make_prompts, split_of
 
 SMALL = Size(d_model=16, n_layers=2, n_heads=2, head_dim=8, d_ff=24)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def test_a_batch_asks_for_what_is_written_and_the_end_of_text_and_nothing_else() -> None:
@@ -22,8 +37,9 @@ def test_a_batch_asks_for_what_is_written_and_the_end_of_text_and_nothing_else()
 def test_probability_of_an_answer_is_the_frequency_of_sampling_it() -> None:
     model = make_model(SMALL, 0)
     examples = [("r1=", "2"), ("r1=", "34"), ("r1=", "34")]
-    fit(model, lambda n: examples, lambda: Check(False, False, ""), steps=80, every=80, progress=lambda step, note: None)
-    texts = sample(model, ["r1="] * 2000, max_tokens=4, temperature=1.0, generator=torch.Generator().manual_seed(0))
+    check = Check(done=False, settle=False, note="")
+    fit(model, lambda n: examples, lambda: check, steps=80, every=80, progress=lambda step, note: None)
+    texts = sample(model, ["r1="] * 2000, max_tokens=4, temperature=1.0, generator=generator())
     for answer, about in (("2", 1 / 3), ("34", 2 / 3)):
         p = answer_probability(model, [("r1=", answer)])
         assert p == pytest.approx(about, abs=0.15)  # it learned
@@ -33,7 +49,7 @@ def test_probability_of_an_answer_is_the_frequency_of_sampling_it() -> None:
 def test_cached_sampling_of_ragged_prompts_equals_recomputing_every_prefix() -> None:
     model = make_model(SMALL, 1)
     prompts = ["r12345=", "s1=", "a", "jr52814=41825?"]
-    written = sample(model, prompts, max_tokens=6, temperature=1e-6, generator=torch.Generator().manual_seed(0))
+    written = sample(model, prompts, max_tokens=6, temperature=1e-6, generator=generator())
     for prompt, text in zip(prompts, written, strict=True):
         ids = encode(prompt)
         for _ in range(6):
@@ -69,7 +85,9 @@ def test_no_model_learns_from_a_held_out_problem(spec: Spec, monkeypatch: pytest
     assert {split_of(text) for text in problems} == {"train"}
 
 
-@pytest.mark.parametrize("spec, share", [(PolicySpec(size=SMALL), 0.5), (TeacherSpec(tasks=("reverse",), size=SMALL), 1)])
+@pytest.mark.parametrize(
+    "spec, share", [(PolicySpec(size=SMALL), 0.5), (TeacherSpec(tasks=("reverse",), size=SMALL), 1)]
+)
 def test_half_of_a_policys_targets_are_wrong_and_none_of_a_teachers(
     spec: Spec, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +122,6 @@ def test_the_judge_of_reversal_agrees_with_the_truth_on_held_out_problems() -> N
     model, numbers = make(JudgeSpec(), lambda fraction, note: None)
     assert numbers["verdict"] >= 0.99 and numbers["parsed"] >= 0.99 and numbers["false_positive"] <= 0.01
     answers = make_prompts(("reverse",), 4, 0, "held_out")
-    said = sample(model, [f"j{text}{answer}?" for text, answer, _ in answers], max_tokens=28, temperature=0.01,
-                  generator=torch.Generator().manual_seed(0))  # fmt: skip
+    asked = [f"j{text}{answer}?" for text, answer, _ in answers]
+    said = sample(model, asked, max_tokens=28, temperature=0.01, generator=generator())
     assert [text[-3:] for text in said] == ["S:5"] * 4

@@ -5,21 +5,38 @@ import sys
 import pytest
 
 from rl.demo.tasks import (
-    ALPHABET, TASKS, answer_of, change_digit, draw, is_correct, make_prompts, make_rows, problem, split_of,
-)  # fmt: skip
+    ALPHABET,
+    TASKS,
+    answer_of,
+    change_digit,
+    draw,
+    is_correct,
+    make_prompts,
+    make_rows,
+    problem,
+    split_of,
+)
 
 
 @pytest.mark.parametrize(
     "text, answer",
-    [("r52814=", "41825"), ("r00012=", "21000"), ("s52814=", "12458"), ("s90909=", "00999"), ("a12+34=", "640"),
-     ("a99+99=", "891"), ("a00+07=", "700"), ("a05+05=", "010")],
-)  # fmt: skip
+    [
+        ("r52814=", "41825"),
+        ("r00012=", "21000"),
+        ("s52814=", "12458"),
+        ("s90909=", "00999"),
+        ("a12+34=", "640"),
+        ("a99+99=", "891"),
+        ("a00+07=", "700"),
+        ("a05+05=", "010"),
+    ],
+)
 def test_the_rule_agrees_with_answers_worked_out_by_hand(text: str, answer: str) -> None:
     assert answer_of(text) == answer
     assert is_correct(text, answer)
 
 
-@pytest.mark.parametrize("said", ["", "4182", "418255", "41825=", " 41825", "41825 ", "41825\n", "52814", "4182٥"])
+@pytest.mark.parametrize("said", ["", "4182", "418255", "41825=", " 41825", "41825 ", "41825\n", "4182٥"])
 def test_only_the_whole_answer_and_nothing_more_is_right(said: str) -> None:
     assert not is_correct("r52814=", said)
 
