@@ -57,8 +57,7 @@ _INVISIBLE = dict.fromkeys([0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF])  # zero wid
 # Full-width ASCII, ideographic space, minus sign. Not NFKC, which turns ½ into 1⁄2 and ² into 2.
 _NARROW = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0x2212: 0x2D}
 _EMPHASIS = re.compile(
-    r"(?i)[*`]+|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|</?(?:b|strong|em|i|u|s)>"
-    r"|<\|[^|<>\n]{1,40}\|>"
+    r"(?i)[*`]+|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|</?(?:b|strong|em|i|u|s)>|<\|[^|<>\n]{1,40}\|>"
 )
 _QUOTED = re.compile(
     r'"[^"\n]+"|“[^“”\n]+”|「[^「」\n]+」|『[^『』\n]+』|«[^«»\n]+»|(?<=\w )`[^`\n]+`|`[^`\n]+`(?= \w)'
@@ -194,6 +193,7 @@ _PLAIN = re.compile(
     r"|numeric|my|the|an?|your|this|its|our|is|so|thus|hence|therefore|and|with|give[sn]?|say|assign(?:ed)?|answer"
     r"|response|solution|evaluation)|最[终終]|[综綜]合|総合|总体?|總|整体|最后|的|给出?|최종|종합|총)\s*)$"
 )
+_SAID = re.compile(r"(?i)\b(?:says|said|wrote|writes|claims|claimed|asks|asked)(?:for|its|that|a|the|\W)*$")
 _SCALED = r"\s*(?:(?:\(([^()\n]{0,40})\)|(out\s+of\s+[0-9.]+))\s*)?"  # "Score (1-10):", "Score out of 10:"
 _SCALE = re.compile(r"(?:/|out\s+of|max\w*:?|[-–~]|to|满分)\s*([0-9][0-9.]*)\D*$", re.I)
 
@@ -214,7 +214,7 @@ def _labelled(s: str, label: str, value: _Value) -> list[Found]:
     for m in re.finditer(f"(?:{label}){no_list}", s, re.I | re.M):
         before = s[max(0, m.start() - 80) : m.start()].rpartition("\n")[2]
         rank = 0 if before.rfind("(") > before.rfind(")") else 4  # in parentheses: an aside
-        if m[0][:1].isalpha() and not _PLAIN.search(before[-30:]):
+        if _SAID.search(before[-30:]) or (m[0][:1].isalpha() and not _PLAIN.search(before[-30:])):
             continue
         if read := value(s, m.end()):
             scale = _SCALE.search("".join(filter(None, m.groups())))

@@ -4,8 +4,8 @@ r"""Read a verdict that is a word: readers for `parse(text, format=yes_no)` with
     pairwise  [[A]]   Winner: B   my verdict is B   [[C]], tie      A = hi, B = lo, tie = the scale's middle
     arena     [[A>>B]] [[A>B]] [[A=B]] [[B>A]] [[B>>A]]             five even steps from hi down to lo
 
-A word counts where it is named (a label, tag, box or key), or as a first or last line of its own: a "Yes" or an
-"A" in prose is no verdict. For other forms or words: parse(text, format="json", key="passed", words=YES_NO).
+A word counts where it is named (a label, tag, box or key), or as a first or last line of its own: a "Yes" or
+an "A" in prose is no verdict. For other forms or words: parse(text, format="json", key="ok", words=YES_NO).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def yes_no(read: Read) -> list[Found]:
 
 
 def pairwise(read: Read, options: tuple[str, str] = ("A", "B")) -> list[Found]:
-    """The first answer → hi, the second → lo, a tie → the middle. Other names: partial(pairwise, options=…)."""
+    """The first → hi, the second → lo, a tie → the middle. Other names: `partial(pairwise, options=…)`."""
     noun = r"(?:the\s+)?(?:(?:assistant|response|answer|model|candidate|output|option)\s+)?"
     first, second = (rf"{noun}(?-i:{name})" for name in options)
     words = {r"(?:an?\s+)?(?:tie|draw)|C(?=\]\])": 0.5, first: 1.0, second: 0.0}

@@ -1,15 +1,15 @@
-r"""Read a score where no form was declared: `parse(text, format=free, lo=lo, hi=hi)` with `parse` of genrm.py.
+r"""Read a score where no form was declared: `parse(text, format=free, lo=…, hi=…)`, with `parse` of genrm.py.
 
 The first of these that the reply has; of several on one level the last:
 
 1. a JSON object with one of the usual keys at its top;
-2. a label of one of many languages (Score: 7, the overall rating is 7, 最终评分：7, Note : 15/20, | Overall | 6 |,
-   [RESULT] 7) or a tag, <score>7</score>; then [[7]]; then \boxed{7}, which is often the candidate's own;
+2. a label of one of many languages (Score: 7, the overall rating is 7, 最终评分：7, Note : 15/20, [RESULT] 7,
+   | Overall | 6 |) or a tag, <score>7</score>; then [[7]]; then \boxed{7}, often the candidate's own;
 3. a first or last line that is only a number;
 4. a sentence that gives one: "I would rate this a 7 out of 10", "a solid 8/10" at the end.
 
-Criteria without an overall score, praise, and what another says of a score give no score. Prefer a declared form:
-this one has more ways to be wrong.
+Criteria without an overall score, praise, and what another says of a score give no score. Prefer a declared
+form: this one has more ways to be wrong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One score from several: votes of one judge, the criteria of a rubric, the two orders of a pair.
 
-None is a missing score, and stays missing: it is out of the mean, it is counted, and it never becomes a number.
-Pure Python on floats, normalised to [0, 1] or not, as stated.
+None is a missing score and stays missing: out of the mean, counted, and never made a number. Pure Python.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """`score` of `n_valid` votes. `noise`: the variance of the score as a measurement, s²/n; None below two votes."""
+    """`score` of `n_valid` votes. `noise`: its variance as a measurement, s²/n; None below two votes."""
 
     score: float | None
     n_valid: int
@@ -25,7 +24,7 @@ class Vote:
 def vote(
     scores: Sequence[float | None], *, how: str = "mean", min_valid: int = 1, tie: float | None = None
 ) -> Vote:
-    """The mean, median or majority of the votes that could be read; missing if those are fewer than `min_valid`.
+    """The mean, median or majority of the votes that could be read; missing below `min_valid` of them.
 
     "majority" is for yes/no: votes of 0 and 1, and as many of both give `tie`: None (missing) or 0.5.
     `noise` is what `shrunk_advantages` takes as `noise_var`; it holds for the mean.
@@ -57,8 +56,8 @@ def rubric(
     points  criterion → its weight; below 0 it is a fault, which takes points off
     missing "strict": one unread criterion makes the rubric missing. "skip": the rubric is over the others
 
-    Missing too where no criterion with positive points was read. Raises ValueError for criteria that `met` lacks or
-    `points` does not know, no positive points, or a value outside [0, 1].
+    Missing too where no criterion with positive points was read. Raises ValueError for criteria that differ
+    between `met` and `points`, no positive points, or a value outside [0, 1].
     See "HealthBench: Evaluating Large Language Models Towards Improved Human Health" (2505.08775).
     """
     if missing not in ("strict", "skip"):

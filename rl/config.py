@@ -52,9 +52,9 @@ class Judge:
     template: str = "j{problem}{candidate}?"
     """Fields: {problem}, {candidate}, {reference}."""
     delimiter: str | None = None
-    """Put the candidate between <delimiter> tags. None where the template itself delimits it, as the demo's does."""
+    """Put the candidate between <delimiter> tags. None: the template itself delimits it, as the demo's."""
     neutralise: bool = False
-    """Rewrite what looks like a verdict in the candidate. The demo's judge has no characters to do it with."""
+    """Rewrite what looks like a verdict in the candidate; the demo's alphabet has no characters for it."""
     label: str = "S:"
     """The score stands after the last occurrence of this label in the judge's own text."""
     lo: float = 0.0

@@ -29,6 +29,7 @@ class Start:
     version: int = 0
     ledger: Ledger = Ledger()
     events: int = 0
+    before: dict[str, float] | None = None
     checkpoint: Path | None = None
 
 
@@ -113,7 +114,7 @@ def find_start(cfg: Config, resume: str | None, show: Display) -> Start:
         return Start(folder=folder)
     version, ledger, extra = checkpoint.read(found)
     show.note(f"resuming {folder.name} at step {version}")
-    return Start(folder=folder, version=version, ledger=ledger, events=extra["events"], checkpoint=found)
+    return Start(folder=folder, version=version, ledger=ledger, checkpoint=found, **extra)
 
 
 def _launch(
@@ -149,6 +150,7 @@ def _launch(
             show=show,
             version=start.version,
             ledger=start.ledger,
+            before=start.before,
         )
         show.note(f"starting {len(placed.seats)} actors; the run's files: {folder}")
         result = asyncio.run(_until_done(loop, resumed))

@@ -50,6 +50,7 @@ class Loop:
     show: Display
     version: int = 0  # the trainer's
     ledger: Ledger = field(default_factory=Ledger)
+    before: dict[str, float] | None = None  # held-out results at version 0; a resumed run brings them along
     stop: bool = False  # set from outside: finish the step, save, end
     served: int = 0  # the version that every engine has proved to hold
     barren: int = 0  # groups dropped since the last one became ready
@@ -63,8 +64,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.monitor = Monitor(self.roles.engines())
 
-    # ── the run
-    # ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the run ───────────────────────────────────────────────────────────────────────────────────
 
     async def run(self, resume: str | None = None) -> dict[str, Any]:
         """Everything from starting the actors to the summary's numbers."""
@@ -76,7 +76,8 @@ class Loop:
     async def _run(self, resume: str | None) -> dict[str, Any]:
         first = self.version
         await self._bring_up(resume)
-        before = await evaluate(self.cfg, self.roles, self.held_out)
+        if self.before is None:
+            self.before = await evaluate(self.cfg, self.roles, self.held_out)
         self.monitor.begin()
         async with self.tasks:
             poll = self.tasks.create_task(self.monitor.poll(self.cfg.deadlines.sync))
@@ -87,12 +88,8 @@ class Loop:
             for task in (poll, *self.followers):
                 task.cancel()
         after = await evaluate(self.cfg, self.roles, self.held_out)
-        return {
-            "before": before,
-            "after": after,
-            "version": self.version,
-            "steps": self.version - first,
-        } | self.monitor.totals(self.ledger)
+        reached = {"version": self.version, "steps": self.version - first}
+        return {"before": self.before, "after": after, **reached, **self.monitor.totals(self.ledger)}
 
     async def _bring_up(self, resume: str | None) -> None:
         """All actors start at the same time; then every engine proves that it holds the trainer's weights."""
@@ -113,8 +110,7 @@ class Loop:
             tasks.create_task(start_trainer())
         await self._serve()
 
-    # ── a group's life
-    # ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── a group's life ────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
         room = admission.room(
@@ -160,8 +156,7 @@ class Loop:
         self._apply(self._event(kind, ordinal))
 
     def _drop(self, ordinal: int, reason: Reason, *, again: bool) -> None:
-        """Give the admission back. `again`: the prompt is issued once more, unless it has had all its
-        attempts."""
+        """Give the admission back. `again`: issue the prompt once more, if it has attempts left."""
         again = again and self.ledger.live[ordinal].attempt + 1 < self.cfg.staleness.attempts
         self._apply(self._event("drop", ordinal, reason=reason, again=again))
         self.monitor.dropped(self.ready.pop(ordinal, None))
@@ -178,8 +173,7 @@ class Loop:
         assert self.ledger.balanced, self.ledger
         self.log.event(event)
 
-    # ── training
-    # ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── training ──────────────────────────────────────────────────────────────────────────────────
 
     async def _train(self) -> None:
         cfg, synced = self.cfg, None
@@ -278,8 +272,7 @@ class Loop:
         self.served = manifest.version
 
     async def _cut_hopeless(self) -> None:
-        """End running groups that would be too old to train: their first token dates from before the
-        bound."""
+        """End running groups that would be too old to train: they began before the bound."""
         oldest = self.version - self.cfg.staleness.max_age
         for ordinal, live in self.ledger.live.items():
             if live.state == "dispatch" and live.version < oldest:
@@ -297,7 +290,7 @@ class Loop:
             raise RoleError(
                 f"{', '.join(unseen)} cannot write to {aside}: log.dir must be a folder that all nodes share"
             )
-        extra = {"events": self.log.events, "seconds": time.monotonic() - self.began}
+        extra = {"events": self.log.events, "before": self.before}
         checkpoint.commit(folder, self.version, self.ledger, extra, keep=self.cfg.checkpoint.keep)
 
 

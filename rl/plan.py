@@ -108,6 +108,6 @@ def describe(cfg: Config, plan: Plan) -> list[str]:
     return [
         f"placement  {len(plan.nodes)} node(s), {cpus:g} cores, {gpus:g} GPUs: {seats}",
         f"batch      {t.prompts} prompts x {s.samples} samples = {t.prompts * s.samples}, {t.steps} steps",
-        f"staleness  η = {st.max_age}: {bound}; at most {(st.max_age + 1) * t.prompts} groups under way; "
-        f"late groups: {st.late}; running samples at new weights: {st.weights}",
+        f"staleness  η = {st.max_age}: {bound}; at most {(st.max_age + 1) * t.prompts} groups under way",
+        f"           late groups: {st.late}; running samples at new weights: {st.weights}",
     ]

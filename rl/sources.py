@@ -35,8 +35,20 @@ def resolve(cfg: Config, show: Display) -> dict[str, Path]:
     with show.progress() as bars:
         built = build_all(specs, cache_dir(), bars.update)
     for name, model in built.items():
-        show.note(f"{name}: {model.report}")
+        show.note(f"{name}: {_report(specs[name], model.numbers)}")
     return {name: built[name].folder if name in built else Path(str(spec)) for name, spec in models.items()}
+
+
+def _report(spec: Spec, numbers: Mapping[str, float]) -> str:
+    """What was measured of a demo model when it was built, on held-out problems, against the ground truth."""
+    if isinstance(spec, JudgeSpec):
+        return (
+            f"verdicts {100 * numbers['verdict']:.1f} % right against ground truth "
+            f"({100 * numbers['false_positive']:.1f} % false positives), "
+            f"scores {100 * numbers['exact_score']:.1f} % exact, {100 * numbers['parsed']:.1f} % readable"
+        )
+    right = {n.removeprefix("accuracy/"): v for n, v in numbers.items() if n.startswith("accuracy/")}
+    return ", ".join(f"{100 * v:.1f} % right at {task}" for task, v in right.items()) + ", sampled"
 
 
 def load_bundles(cfg: Config, folders: Mapping[str, Path], checkpoint: Path | None) -> dict[str, Bundle]:

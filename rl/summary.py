@@ -65,5 +65,5 @@ def _files(folder: Path, cfg: Config) -> list[str]:
     if cfg.checkpoint.every:
         files.append(f"{folder}/checkpoints/  each with policy/, a Hugging Face folder")
     if cfg.log.wandb != "disabled":
-        files.append(f"{folder}/wandb/  offline runs are sent with: wandb sync {folder}/wandb/*run-*")
+        files.append(f"{folder}/wandb/  an offline run is sent with `wandb sync` and its folder")
     return files

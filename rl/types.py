@@ -67,8 +67,7 @@ class Scores:
     full: np.ndarray | None = None
 
 
-# ── What a judge, rule or function says about one answer: only a Score is a reward
-# ───────────────────────────────
+# ── What a judge, rule or function says about one answer: only a Score is a reward ────────────────
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Bad input: a clear message on stderr and a non-zero exit before anything starts (no folder, no Ray, no build)."""
+"""Bad input: a clear message on stderr and exit code 2 before anything starts: no folder, no build."""
 
 import json
 

@@ -79,7 +79,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# ── One model, in this process ──────────────────────────────────────────────────────────────────────────────
+# ── One model, in this process ────────────────────────────────────────────────────────────────────
 
 
 def build(spec: Spec, cache: Path, progress: Callable[[float, str], None]) -> Built:
@@ -131,7 +131,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-# ── Several models, in parallel ─────────────────────────────────────────────────────────────────────────────
+# ── Several models, in parallel ───────────────────────────────────────────────────────────────────
 
 
 def build_all(

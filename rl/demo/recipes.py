@@ -18,6 +18,7 @@ Numbers = dict[str, float]
 
 TYPICAL = 600  # steps, for the progress bar alone: training ends when it is good
 KEEP = 0.2  # share of a task that is good enough, against one that is not
+EXACT = 0.98  # of a judge's scores, right to the point, before its training ends
 CRITIQUE = 28  # tokens, at most
 
 
@@ -32,7 +33,7 @@ def _report(progress: Progress) -> Callable[[int, str], None]:
     return lambda step, note: progress(min(0.95, step / TYPICAL), note)
 
 
-# ── Policies and teachers ───────────────────────────────────────────────────────────────────────────────────
+# ── Policies and teachers ─────────────────────────────────────────────────────────────────────────
 
 
 def _solver(spec: PolicySpec | TeacherSpec, progress: Progress) -> tuple[Transformer, Numbers]:
@@ -75,7 +76,7 @@ def _sampled_accuracy(model: Transformer, task: str) -> float:
     return sum(map(is_correct, texts, written)) / len(texts)
 
 
-# ── Judge ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Judge ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _judge(spec: JudgeSpec, progress: Progress) -> tuple[Transformer, Numbers]:
@@ -92,9 +93,9 @@ def _judge(spec: JudgeSpec, progress: Progress) -> tuple[Transformer, Numbers]:
     def check() -> Check:
         nonlocal good
         now = _measure(model, seen, spec.temperature)
-        good = good + 1 if now["verdict"] >= spec.accuracy and now["exact_score"] >= 0.97 else 0
+        good = good + 1 if now["verdict"] >= spec.accuracy and now["exact_score"] >= EXACT else 0
         note = f"verdicts {now['verdict']:.3f}, scores {now['exact_score']:.3f}"
-        return Check(good >= 2, settle=now["exact_score"] > 0.9, note=note)
+        return Check(good >= 3, settle=now["exact_score"] > 0.9, note=note)
 
     steps = fit(model, lambda n: [example() for _ in range(n)], check, steps=spec.steps, every=25,
                 progress=_report(progress))  # fmt: skip

@@ -52,7 +52,7 @@ class JudgeSpec:
 
     tasks: tuple[str, ...] = ("reverse",)
     seed: int = 0
-    accuracy: float = 0.995  # of sampled verdicts, twice in a row: where training stops
+    accuracy: float = 0.995  # of sampled verdicts, three times in a row: where training stops
     temperature: float = 0.7  # at which its verdicts are measured
     steps: int = 1500  # at most
     size: Size = Size()

@@ -63,7 +63,7 @@ class Decoder:
         self.stops = torch.full((rows + 1, 1), -1)
         self.sampled_tokens = self.prompt_tokens = 0
 
-    # ── Sampling ───────────────────────────────────────────────────────────────────
+    # ── Sampling ──────────────────────────────────────────────────────────────────────────────────
 
     def step(self, arrived: Sequence[Request], admit: bool) -> list[Finished]:
         """Give free slots to waiting samples, one token to every running one; returns those that finished."""
@@ -194,7 +194,7 @@ class Decoder:
         self.waiting = deque(r for r in self.waiting if not which(r))
         return finished
 
-    # ── Weights and scores ─────────────────────────────────────────────────────────
+    # ── Weights and scores ────────────────────────────────────────────────────────────────────────
 
     def load(self, version: int, weights: Weights, recompute: bool) -> UpdateReport:
         """Copy the weights in place; running samples keep their old keys and values unless `recompute`.

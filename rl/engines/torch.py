@@ -57,7 +57,7 @@ class TorchEngine:
         self._task: asyncio.Task[None] | None = None
         self._busy = 0.0
 
-    # ── Life ───────────────────────────────────────────────────────────────────────
+    # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         """Build the model and its cache. Raises ValueError where the weights do not fit the config."""
@@ -153,7 +153,7 @@ class TorchEngine:
             self._holds -= 1
             self._notify()
 
-    # ── The interface ──────────────────────────────────────────────────────────────
+    # ── The interface ─────────────────────────────────────────────────────────────────────────────
 
     async def generate(
         self, prompt_ids: Sequence[int], *, params: SamplingParams, seeds: Sequence[int], request_id: str

@@ -1,4 +1,4 @@
-"""The parser on texts with known verdicts: our own, the shared ones where they are present, and public bug reports."""
+"""The parser on texts with known verdicts: our own, the shared ones where present, and public bug reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every text: the parser never raises, stays in bounds and in linear time, and reads no candidate."""
+"""For every text: the parser never raises, stays in bounds and in linear time, and reads no candidate."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ DECLARED = ["label", "json", "tag", "boxed", "bracket", "line"]
 FORMATS: list[Any] = [*DECLARED, free, yes_no, pairwise, arena]
 # Pieces of verdicts, in the hope that some text puts them together in a way that nobody thought of.
 PIECES = [
-    *["Score", "score", "Final score", "Verdict", "Winner", "Answer", "correct", "better response", "overall"],
-    *["rating", "评分", "スコア", "note", "total", "final", "grade", ":", "=", "：", "|", " is ", " at ", "?", "%"],
-    *["8", "10", "-3", "7.5", "8/10", "7,5", "８", "½", "1e3", "nan", "N/A", "out of 10", "(1-10)", "- 2", "A", "B"],
-    *["C", "tie", "yes", "no", "True", "incorrect", "[[", "]]", "[[8]]", "[[A]]", "[[A>B]]", "\\boxed{", "}", "{"],
-    *["\\boxed", "\\text{", "\\frac{8}{10}", "<score>", "</score>", "<answer>", "</answer>", "<", "score>", "/"],
-    *["<think>", "</think>", "<candidate>", "</candidate>", "<reasoning>", "</reasoning>", '{"score": 8}'],
-    *['"score"', '"', "'", "`", "**", "*", "_", " ", "\n", "\n\n", "#", "## ", "\u200b", "<b>", "</b>", "~~", "("],
-    *[")", "ｓｃｏｒｅ", "[RESULT]", "[", "]", "\\", "\\u0073core", "<|im_end|>", "</s>", "$ERROR$", "[THINK]"],
-    *["[/THINK]", "|>", "<|", "$", "“", "”", "> ", ">", ",", ".", "S:", "S"],
-]
+    "Score", "score", "Final score", "Verdict", "Winner", "Answer", "correct", "better response", "overall",
+    "rating", "评分", "スコア", "note", "total", "final", "grade", ":", "=", "：", "|", " is ", " at ", "?",
+    "%", "8", "10", "-3", "7.5", "8/10", "7,5", "８", "½", "1e3", "nan", "N/A", "out of 10", "(1-10)",
+    "- 2", "A", "B", "C", "tie", "yes", "no", "True", "incorrect", "[[", "]]", "[[8]]", "[[A]]", "[[A>B]]",
+    "\\boxed{", "}", "{", "\\boxed", "\\text{", "\\frac{8}{10}", "<score>", "</score>", "<answer>",
+    "</answer>", "<", "score>", "/", "<think>", "</think>", "<candidate>", "</candidate>", "<reasoning>",
+    "</reasoning>", '{"score": 8}', "'", "`", '"score"', '"', "**", "*", "_", " ", "\n", "\n\n", "#", "## ",
+    "\u200b", "<b>", "</b>", "~~", "(", ")", "ｓｃｏｒｅ", "[RESULT]", "[", "]", "\\", "\\u0073core",
+    "<|im_end|>", "</s>", "$ERROR$", "[THINK]", "[/THINK]", "|>", "<|", "$", "“", "”", "> ", ">", ",", ".",
+    "S:", "S",
+]  # fmt: skip
 mixed = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 texts = mixed | st.text(max_size=40) | st.tuples(mixed, st.text(max_size=10), mixed).map("".join)
 numbers = st.integers(-5, 5).map(float)
@@ -39,7 +40,9 @@ def test_never_raises_and_never_leaves_the_bounds(text: str, format: Any, match:
     read = parse(text, format=format, lo=-3, hi=8, match=match, finish_reason="length" if cut else "stop")
     assert isinstance(read, Judgement)
     assert -3 <= read.score <= 8 if read.score is not None else read.status != "ok"
-    assert read == parse(text, format=format, lo=-3, hi=8, match=match, finish_reason="length" if cut else "stop")
+    assert read == parse(
+        text, format=format, lo=-3, hi=8, match=match, finish_reason="length" if cut else "stop"
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -59,9 +62,16 @@ def test_white_space_around_the_reply_changes_nothing(text: str, format: Any, ar
 @given(numbers, st.sampled_from(["{}", "**{}**", "*{}*", "__{}__", "_{}_", "`{}`", "***{}***", "<b>{}</b>"]))
 def test_emphasis_around_label_or_number_changes_nothing(score: float, emphasis: str) -> None:
     e = emphasis.format
-    for text in (e(f"Score: {score}"), f"{e('Score:')} {score}", f"{e('Score')}: {score}", f"Score: {e(score)}",
-                 f"Score: {e(score)}/5", f"## {e('Score')}: {e(score)}", f"- {e('Score:')} {e(score)} points",
-                 f"```\nScore: {e(score)}\n```", f"Fine.\n> {e('Fine.')}\n\n{e(f'Score: {score}')}"):  # fmt: skip
+    for text in (
+        e(f"Score: {score}"),
+        f"{e('Score:')} {score}",
+        f"{e('Score')}: {score}",
+        f"Score: {e(score)}/5",
+        f"## {e('Score')}: {e(score)}",
+        f"- {e('Score:')} {e(score)} points",
+        f"```\nScore: {e(score)}\n```",
+        f"Fine.\n> {e('Fine.')}\n\n{e(f'Score: {score}')}",
+    ):
         assert parse(text, lo=-5, hi=5).score == parse(text, format=free, lo=-5, hi=5).score == score, text
 
 
@@ -88,18 +98,19 @@ def test_a_delimited_candidate_is_not_read(candidate: str, score: float) -> None
 @settings(max_examples=200, deadline=None)
 @given(texts, numbers)
 def test_a_nonce_keeps_a_raw_candidate_out(candidate: str, score: float) -> None:
-    if "think" in candidate.lower() or "$ERROR$" in candidate or "<" in candidate[-1:]:
-        return  # reasoning and errors are cut before any name is looked for
+    if "think" in candidate.lower():
+        return  # reasoning is cut before any name is looked for
     reply = f"The answer was {candidate}\n<score_7f3a>{score}</score_7f3a>"
     assert parse(reply, format="tag", nonce="7f3a", lo=-5, hi=5).score == score
     assert parse(f"The answer was {candidate}", format="tag", nonce="7f3a").score is None
 
 
 REPEATED = [
-    *["{", '{"', '{"a":', '{"a": [{"b": "}" ', "[[", "\\boxed{", "Score:", "Score: 8 ", "Score (", " ", "\n", "*", "_"],
-    *["`", "`a1 ", '"', '" a', "<think>", "</think>", "<score>", "(", "9", "9,", "1,000", "|8", "8/", "> ", "# Score\n"],
-    *["<candidate>", "</candidate>", "give it ", "~~", "\\frac{", "“", "<b>", "\\", "final ", "correct ", "<|a"],
-]
+    "{", '{"', '{"a":', '{"a": [{"b": "}" ', "[[", "\\boxed{", "Score:", "Score: 8 ", "Score (", " ", "\n",
+    "*", "_", "`", "`a1 ", '"', '" a', "<think>", "</think>", "<score>", "(", "9", "9,", "1,000", "|8",
+    "8/", "> ", "# Score\n", "<candidate>", "</candidate>", "give it ", "~~", "\\frac{", "“", "<b>", "\\",
+    "final ", "correct ", "<|a",
+]  # fmt: skip
 PADDED = ["Score: 8{}x", "Score:{}x", "Score{}x", "note{}x", "Score: 8 out{}of", "give it{}x", "8 scale{}x"]
 
 
