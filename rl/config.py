@@ -123,7 +123,9 @@ class Trainer:
     """B: groups per optimiser step, counted over all ranks."""
     lr: float = 5e-4
     warmup: int = 5
-    """Steps of linear warm-up; constant afterwards."""
+    """Steps of linear warm-up."""
+    final_lr: float = 0.1
+    """Share of lr that is left at the last step, reached linearly. 1: constant."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip_grad: float = 1.0
@@ -269,6 +271,7 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
             f"trainer.prompts ({t.prompts}) must be >= trainer.ranks ({t.ranks}): every rank needs a group",
         ),
         (t.lr < 0, f"trainer.lr must be >= 0, got {t.lr}"),
+        (not 0 <= t.final_lr <= 1, f"trainer.final_lr is a share of lr, in [0, 1], got {t.final_lr}"),
         (t.micro_tokens < 1, f"trainer.micro_tokens must be >= 1, got {t.micro_tokens}"),
         (
             not 0 <= loss.eps_low <= 1 or loss.eps_high < 0,

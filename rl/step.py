@@ -39,9 +39,13 @@ def make_optimizer(model: nn.Module, cfg: Trainer) -> torch.optim.AdamW:
 
 
 def learning_rate(cfg: Trainer, version: int) -> float:
-    """Linear warm-up over `warmup` steps, then constant; a function of the version, so it survives a
-    resume."""
-    return cfg.lr * min(1.0, (version + 1) / cfg.warmup) if cfg.warmup else cfg.lr
+    """Linear warm-up over `warmup` steps, then linear decay to final_lr · lr at the last step.
+
+    A function of the version alone, so it goes on after a resume.
+    """
+    warm = min(1.0, (version + 1) / cfg.warmup) if cfg.warmup else 1.0
+    done = min(1.0, version / max(1, cfg.steps - 1))
+    return cfg.lr * warm * (1.0 - (1.0 - cfg.final_lr) * done)
 
 
 def train_step(

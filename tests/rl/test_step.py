@@ -153,8 +153,10 @@ def test_two_ranks_have_the_gradient_and_the_metrics_of_one(tmp_path):
 
 
 def test_learning_rate_is_a_function_of_the_version():
-    cfg = replace(CONFIG.trainer, lr=1.0, warmup=4)
-    assert [learning_rate(cfg, v) for v in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    constant = replace(CONFIG.trainer, lr=1.0, warmup=4, final_lr=1.0, steps=6)
+    assert [learning_rate(constant, v) for v in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    decaying = replace(constant, warmup=0, final_lr=0.5)
+    assert [learning_rate(decaying, v) for v in range(6)] == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
 
 
 def test_o036_teacher_and_sample_lengths_that_differ_are_an_error():
