@@ -129,6 +129,12 @@ def test_a_megabyte_of_pieces_takes_seconds() -> None:
     within_seconds("".join(PIECES) * (1_000_000 // sum(map(len, PIECES))), limit=60.0)
 
 
+def test_broken_objects_cost_linear_time() -> None:
+    began = time.process_time()
+    assert parse('{"' * 1_000_000, format="json").status == "no_match"
+    assert time.process_time() - began < 20.0
+
+
 def test_deep_nesting_is_no_match() -> None:
     for deep in ('{"a":' * 100_000 + "1" + "}" * 100_000, '{"score": ' + "[" * 100_000 + "]" * 100_000 + "}"):
         assert parse(deep, format="json").status == "no_match"

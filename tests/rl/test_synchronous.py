@@ -5,6 +5,7 @@ import asyncio
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from models.config import ModelConfig
@@ -21,6 +22,7 @@ from rl.packing import plan_micros, plan_ranks
 from rl.roles import Local, Pool, Roles, TrainerGroup
 from rl.seeds import fold_in
 from rl.step import TrainState, make_optimizer, train_step
+from rl.sync import SyncError
 from rl.types import SamplingParams, Score, Verdict
 from tests.rl.fakes import finish, make_loop, small
 
@@ -116,13 +118,15 @@ def plain(cfg, bundle, prompts) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.state_dict().items()}
 
 
-def asynchronous(cfg, bundle, folder) -> tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]:
+def asynchronous(
+    cfg, bundle, folder, rollout=Rollout
+) -> tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]:
     trainer = TrainerRank(bundle, cfg, rank=0)
     params = SamplingParams(temperature=1.0, max_tokens=cfg.sampler.max_tokens)
     loop = make_loop(folder, cfg)
     loop.roles = Roles(
         trainer=TrainerGroup([Local("trainer-0", trainer)]),
-        sampler=Pool([Local("sampler-0", Rollout(bundle, params, cfg.sampler.slots))]),
+        sampler=Pool([Local("sampler-0", rollout(bundle, params, cfg.sampler.slots))]),
         judge=Pool([Local("judge-0", TextJudge())]),
     )
     loop.monitor.engines = loop.roles.engines()
@@ -132,9 +136,11 @@ def asynchronous(cfg, bundle, folder) -> tuple[dict[str, torch.Tensor], list[tup
     ]
     loop.stream.prompts = letters
     loop.held_out = letters[:2]
-    finish(loop, 120)
+    try:
+        finish(loop, 120)
+    finally:
+        trainer.stop()
     weights = {n: p.full_tensor().detach().clone() for n, p in trainer.state.model.state_dict().items()}
-    trainer.stop()
     return weights, [loop.stream[i].ids for i in range(cfg.trainer.steps * cfg.trainer.prompts)]
 
 
@@ -146,3 +152,40 @@ def test_eta_zero_gives_the_weights_of_a_plain_loop_bit_for_bit(tmp_path):
     assert moved > 1e-3, "the run must have learnt something for equality to mean anything"
     for name in expected:
         assert torch.equal(weights[name], expected[name]), name
+
+
+class Corrupting(Rollout):
+    """Loses one element of one tensor on the way, from a version on."""
+
+    async def update(self, version, weights, mode):
+        if version >= 2:
+            name = "model.layers.1.mlp.up_proj.weight"
+            weights = {**weights, name: weights[name].copy()}
+            weights[name][3, 5] += 1e-3
+        return await super().update(version, weights, mode)
+
+
+def test_after_every_sync_the_engine_is_the_trainer_and_a_corrupted_tensor_stops_the_run_by_name(tmp_path):
+    cfg, bundle = config(), tiny_bundle()
+    verified = []
+
+    class Watching(Rollout):
+        async def update(self, version, weights, mode):
+            report = await super().update(version, weights, mode)
+            verified.append((report.version, dict(report.checksums), report.probe))
+            return report
+
+    (tmp_path / "sound").mkdir(), (tmp_path / "corrupt").mkdir()
+    asynchronous(cfg, bundle, tmp_path / "sound", Watching)  # rl.sync.verify raises at any difference
+    assert [version for version, _, _ in verified] == list(range(STEPS + 1))
+    assert (
+        len({probe for _, _, probe in verified})
+        == len({tuple(c.values()) for _, c, _ in verified})
+        == STEPS + 1
+    )
+    with pytest.raises(
+        SyncError, match=r"sampler-0 .* version 2 .* 1 of \d+ tensors: model.layers.1.mlp.up_proj.weight"
+    ):
+        asynchronous(cfg, bundle, tmp_path / "corrupt", Corrupting)
+    steps = (tmp_path / "corrupt" / "metrics.jsonl").read_text().splitlines()
+    assert len(steps) == 2  # within one step of the sync that failed
