@@ -8,8 +8,9 @@ from pathlib import Path
 
 import tyro
 
+from rl.check import check
 from rl.cli import normalise, take
-from rl.config import Config, ConfigError, check
+from rl.config import Config, ConfigError
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
 

@@ -46,6 +46,7 @@ class MicroBatch:
     n_rows: int
     logp_mu: Tensor  # [M] under the sampler
     version: Tensor  # [M] that sampled it
+    current: Tensor  # scalar: the version that is about to take its step
     adv: Tensor  # [M]
     weight: Mapping[str, Tensor]  # term → [M] float32
     mask: Mapping[str, Tensor]  # term → [M] bool, where weight > 0
@@ -54,7 +55,9 @@ class MicroBatch:
     teacher_ids: Tensor | None  # [M, K]
 
 
-def build_micro(places: Sequence[Place], groups: Mapping[int, GroupData], device: torch.device) -> MicroBatch:
+def build_micro(
+    places: Sequence[Place], groups: Mapping[int, GroupData], device: torch.device, *, current: int
+) -> MicroBatch:
     """The tensors of one micro-batch: sample s of group g for each (g, s).
 
     Without any place it holds a single token that is not trained, so that every rank makes the same passes.
@@ -105,6 +108,7 @@ def build_micro(places: Sequence[Place], groups: Mapping[int, GroupData], device
         n_rows=len(lengths),
         logp_mu=tensor([s.logps for s in samples], torch.float32),
         version=tensor([s.versions for s in samples], torch.int64),
+        current=torch.tensor(current, device=device),
         adv=spread([lesson.adv for lesson in lessons]),
         weight=weight,
         mask={t: w > 0 for t, w in weight.items()},

@@ -86,34 +86,90 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
+    """Every term is coef · Σ weight · term. A number left at None is the paper's own (losses/README.md)."""
+
+    advantage: Literal[
+        "grpo", "dr_grpo", "batch_std", "rloo", "gpg", "maxrl", "passk", "best_of_group", "opo",
+        "reinforce_pp_baseline",
+    ] = "grpo"  # fmt: skip
+    """What a reward is measured against."""
+    k: int = 4
+    """The k of advantage passk."""
     policy: float = 1.0
-    """Coefficient of the clipped policy-gradient term (GRPO)."""
-    eps_low: float = 0.2
-    eps_high: float = 0.28
-    """Clip-higher (DAPO, arXiv 2503.14476)."""
+    """Coefficient of the policy term."""
+    form: Literal[
+        "grpo", "gspo", "gspo_token", "gmpo", "cispo", "aipo", "topr", "vespo", "sapo", "dppo_tv", "dppo_kl",
+        "dro", "reinforce", "clip_cov", "kl_cov",
+    ] = "grpo"  # fmt: skip
+    """The policy loss."""
+    eps_low: float | None = None
+    """Lower clip, of grpo, gspo, gspo_token, gmpo, clip_cov."""
+    eps_high: float | None = None
     dual_clip: float | None = None
-    """Upper bound c of the loss ratio for negative advantages, c > 1. None: off."""
-    scale: Literal["std", "none"] = "std"
-    """Divide the centred reward by the group's standard deviation (GRPO) or not (Dr.GRPO)."""
+    """grpo: upper bound c of the loss ratio for negative advantages."""
+    cap: float | None = None
+    """Largest weight, of cispo, aipo, topr."""
+    floor: float | None = None
+    """Smallest weight, of cispo."""
+    tau_pos: float | None = None
+    """Of sapo."""
+    tau_neg: float | None = None
+    limit_low: float | None = None
+    """Trust region, of dppo_tv, dppo_kl."""
+    limit_high: float | None = None
+    beta: float | None = None
+    """Of dro, which has no default."""
+    k_pos: float | None = None
+    """Of vespo."""
+    lam_pos: float | None = None
+    k_neg: float | None = None
+    lam_neg: float | None = None
+    coef: float | None = None
+    """Of kl_cov."""
+    cov_ratio: float | None = None
+    """Share of tokens that clip_cov and kl_cov pick."""
     agg: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant", "prompt_mean"] = (
         "token_mean"
     )
     """How per-token losses become one number; from global counts, whatever the split."""
     zero_signal: Literal["keep", "drop"] = "keep"
-    """Groups whose rewards are all equal: train them (their policy gradient is zero), or drop and admit
-    others."""
+    """Groups whose rewards are all equal: train them (no gradient), or drop them and admit others."""
     kl: float = 0.0
     """Coefficient of the KL to the frozen initial policy. 0: no reference is loaded."""
-    kl_form: Literal["k2", "k3"] = "k2"
-    """k2's gradient is that of the reverse KL; k3's is that of the forward KL (losses/kl.py). k1 has none
-    in expectation."""
+    kl_form: Literal["k2", "k3", "k1_st", "k3_st", "k3_weighted"] = "k2"
+    """k2, k1_st, k3_st, k3_weighted have the gradient of the reverse KL, k3 that of the forward KL."""
     distill: float = 0.0
     """Coefficient of the distillation from the prompt's teacher. 0: no teacher is started."""
     distill_form: Literal["divergence", "advantage"] = "divergence"
     """Back-propagate the divergence itself, or add -(logp - teacher_logp) to the advantage."""
-    distill_kind: Literal["reverse", "forward"] = "reverse"
+    distill_kind: Literal["reverse", "forward", "skew_reverse", "skew_forward", "jsd", "jsd_gkd"] = "reverse"
+    distill_beta: float = 0.5
+    """Of jsd and jsd_gkd."""
+    distill_alpha: float = 0.1
+    """Of the skewed kinds."""
     distill_top_k: int = 0
     """Teacher log-probs sent per token: 0 = the whole vocabulary, else the K best and the tail's mass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """For samples of an older policy. The weight multiplies the policy term; what is rejected is zero in the
+    policy and the distillation term, and stays counted."""
+
+    prox: Literal["sampler", "loglinear"] = "sampler"
+    """Where the clip is centred: at the sampler, whose ratio then corrects and clips at once, or at
+    the policy of the last step, interpolated by each token's age (A-3PO, arXiv 2512.06547)."""
+    weight: Literal["none", "tis", "mis", "icepop"] = "none"
+    """Importance weight: truncated, or zero outside the bounds, or that token by token."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    low: float | None = None
+    high: float | None = None
+    """Bounds of the weight. None: the paper's."""
+    reject: Literal["none", "token", "sequence", "geometric", "k3", "veto", "opsm"] = "none"
+    """Leave out by ratio, by divergence, by the worst token, or (opsm) bad answers left behind."""
+    keep_low: float | None = None
+    keep_high: float | None = None
+    """Bounds of what is kept: ratios; for k3 and opsm nats (upper); for veto the smallest ratio (lower)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +258,7 @@ class Config:
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     reward: Reward = field(default_factory=Reward)
     loss: Loss = field(default_factory=Loss)
+    correction: Correction = field(default_factory=Correction)
     trainer: Trainer = field(default_factory=Trainer)
     staleness: Staleness = field(default_factory=Staleness)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -232,95 +289,6 @@ class ConfigError(ValueError):
 
 def to_dict(cfg: Config) -> dict[str, Any]:
     return asdict(cfg)
-
-
-def check(cfg: Config) -> None:
-    """Raises ConfigError with every fault found, one a line, before anything starts."""
-    faults = [message for bad, message in _rules(cfg) if bad]
-    if faults:
-        raise ConfigError("\n".join(faults))
-
-
-def _rules(cfg: Config) -> list[tuple[bool, str]]:
-    s, t, loss, st = cfg.sampler, cfg.trainer, cfg.loss, cfg.staleness
-    sampled_only = loss.distill_form == "advantage"
-    return [
-        (st.max_age < 0, f"staleness.max_age (η) must be >= 0, got {st.max_age}; 0 is synchronous training"),
-        (st.attempts < 1, f"staleness.attempts must be >= 1, got {st.attempts}"),
-        (s.samples < 1, f"sampler.samples must be >= 1, got {s.samples}"),
-        (
-            cfg.uses_reward and s.samples == 1,
-            "sampler.samples is 1 but the policy term uses a group baseline, so every advantage is zero: "
-            "use sampler.samples >= 2, or loss.policy 0 with a teacher",
-        ),
-        (
-            s.temperature <= 0,
-            f"sampler.temperature must be > 0, got {s.temperature}: greedy samples teach nothing",
-        ),
-        (s.max_tokens < 1, f"sampler.max_tokens must be >= 1, got {s.max_tokens}"),
-        (
-            s.slots < s.samples,
-            f"sampler.slots ({s.slots}) cannot hold a group of sampler.samples ({s.samples})",
-        ),
-        (s.replicas < 1, f"sampler.replicas must be >= 1, got {s.replicas}"),
-        (t.steps < 1, f"trainer.steps must be >= 1, got {t.steps}"),
-        (t.prompts < 1, f"trainer.prompts must be >= 1, got {t.prompts}"),
-        (t.ranks < 1, f"trainer.ranks must be >= 1, got {t.ranks}"),
-        (
-            t.prompts < t.ranks,
-            f"trainer.prompts ({t.prompts}) must be >= trainer.ranks ({t.ranks}): every rank needs a group",
-        ),
-        (t.lr < 0, f"trainer.lr must be >= 0, got {t.lr}"),
-        (not 0 <= t.final_lr <= 1, f"trainer.final_lr is a share of lr, in [0, 1], got {t.final_lr}"),
-        (t.micro_tokens < 1, f"trainer.micro_tokens must be >= 1, got {t.micro_tokens}"),
-        (
-            not 0 <= loss.eps_low <= 1 or loss.eps_high < 0,
-            f"loss.eps_low must lie in [0, 1] and loss.eps_high be >= 0, got {loss.eps_low}, {loss.eps_high}",
-        ),
-        (
-            loss.dual_clip is not None and loss.dual_clip <= 1,
-            f"loss.dual_clip must be > 1, got {loss.dual_clip}",
-        ),
-        (
-            loss.policy == 0 and loss.distill == 0,
-            "nothing to learn from: loss.policy and loss.distill are both 0",
-        ),
-        (
-            loss.policy != 0 and not cfg.uses_reward and not (cfg.uses_teachers and sampled_only),
-            "loss.policy needs an advantage: set reward.judge or reward.rule, or distil with "
-            "loss.distill_form advantage, or set loss.policy 0",
-        ),
-        (
-            cfg.uses_teachers and sampled_only and loss.policy == 0,
-            "loss.distill_form advantage acts through the policy term: set loss.policy 1",
-        ),
-        (
-            cfg.uses_teachers and sampled_only and loss.distill_top_k != 0,
-            "loss.distill_top_k has no effect with loss.distill_form advantage: set it to 0",
-        ),
-        (cfg.uses_teachers and not cfg.teachers, "loss.distill is not 0 but there are no teachers"),
-        (
-            cfg.uses_judge and not cfg.judge.lo < cfg.judge.hi,
-            f"judge.lo must be below judge.hi, got {cfg.judge.lo} and {cfg.judge.hi}",
-        ),
-        (
-            cfg.uses_judge and "{candidate}" not in cfg.judge.template,
-            "judge.template must contain {candidate}",
-        ),
-        (cfg.data.held_out < 0, f"data.held_out must be >= 0, got {cfg.data.held_out}"),
-        *_teacher_rules(cfg),
-    ]
-
-
-def _teacher_rules(cfg: Config) -> list[tuple[bool, str]]:
-    owners: dict[str, str] = {}
-    rules = []
-    for name, teacher in cfg.teachers.items():
-        rules.append((not teacher.keys, f"teachers.{name}.keys is empty: it would never be asked"))
-        for key in teacher.keys:
-            rules.append((key in owners, f"key {key!r} has two teachers, {owners.get(key)} and {name}"))
-            owners[key] = name
-    return rules
 
 
 def route(cfg: Config) -> dict[str, str]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from losses import group_advantages, row_weight
+from losses import row_weight
+from rl import forms
 from rl.config import Loss
 
 TERMS = ("policy", "kl", "distill")
@@ -37,11 +38,11 @@ class Rated:
 
 
 def advantages(groups: Sequence[Rated], loss: Loss) -> tuple[list[list[float]], list[bool]]:
-    """Advantage of every sample [P][G] and whether each group has any signal [P]
-    (losses.group_advantages)."""
+    """Advantage of every sample [P][G] and whether each group has any signal [P]."""
     reward = torch.tensor([[0.0 if r is None else r for r in g.rewards] for g in groups], dtype=torch.float64)
     valid = torch.tensor([[r is not None for r in g.rewards] for g in groups])
-    adv, aux = group_advantages(reward, valid, scale=loss.scale)
+    n_tokens = torch.tensor([g.n_tokens for g in groups])
+    adv, aux = forms.advantage(loss, reward, valid, n_tokens)
     return adv.tolist(), aux["signal"].tolist()
 
 

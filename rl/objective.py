@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import losses
+from rl import forms
 from rl.batch import MicroBatch
 from rl.config import Config
 
 # name → (sum, count): what micro-batches and ranks add up; `metrics/name` is their quotient.
 Sums = dict[str, tuple[Tensor, Tensor]]
-Objective = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Sums]]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """loss(hidden [M, D], head [V, D], micro, selected [M] | None) → (scalar, sums).
+
+    hidden: the states that predict the trained tokens. The scalar is this micro-batch's share of the step's
+    loss: add them over micro-batches and ranks. Log-probs are at the temperature that tokens were drawn at.
+    select(logp, logp_mu, adv, mask, seed), for losses that pick tokens from the whole step, gives `selected`.
+    """
+
+    loss: Callable[[Tensor, Tensor, MicroBatch, Tensor | None], tuple[Tensor, Sums]]
+    select: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor] | None
+    temperature: float
 
 
 def make_objective(cfg: Config) -> Objective:
-    """objective(hidden [M, D], head [V, D], micro) → (loss scalar, sums).
-
-    hidden: the states that predict the trained tokens. The loss is this micro-batch's share of the step's
-    loss: add them
-    over micro-batches and ranks. Log-probs are at the sampler's temperature, those that tokens were drawn
-    under.
-    """
-    loss_cfg, temperature = cfg.loss, cfg.sampler.temperature
+    """Raises ConfigError for a number that the chosen loss does not take."""
+    loss_cfg, fix, temperature = cfg.loss, cfg.correction, cfg.sampler.temperature
     diverges = cfg.uses_teachers and loss_cfg.distill_form == "divergence"
     steers = cfg.uses_teachers and loss_cfg.distill_form == "advantage"
-    kl_form = {"k2": losses.k2, "k3": losses.k3}[loss_cfg.kl_form]
+    policy = forms.policy(loss_cfg)
 
-    def objective(hidden: Tensor, head: Tensor, micro: MicroBatch) -> tuple[Tensor, Sums]:
+    def objective(
+        hidden: Tensor, head: Tensor, micro: MicroBatch, selected: Tensor | None
+    ) -> tuple[Tensor, Sums]:
         logits = F.linear(hidden, head).float() if diverges else None
         if logits is None:
             logp, entropy = losses.linear_logp(hidden, head, micro.target, temperature=temperature)
@@ -41,7 +52,14 @@ def make_objective(cfg: Config) -> Objective:
 
         total = 0.0 * (logp.sum() + hidden.sum())  # an empty micro-batch still has a graph to go back through
         sums: Sums = {}
-        mask, weight = micro.mask, micro.weight
+        mask, weight, mu, rows = micro.mask, micro.weight, micro.logp_mu, (micro.row, micro.n_rows)
+        prox = mu
+        if fix.prox == "loglinear":
+            prox, _ = losses.loglinear_prox(logp, mu, micro.version, mask["kl"], current=micro.current)
+        log_rho = (prox if fix.prox == "loglinear" else logp.detach()) - mu
+        kept = forms.keep(fix, log_rho, logp, mu, micro.adv, mask["kl"], *rows)
+        if fix.reject != "none":
+            _mean(sums, "correction/rejected", (~kept).float(), mask["kl"])
 
         if loss_cfg.policy:
             adv = micro.adv
@@ -49,34 +67,41 @@ def make_objective(cfg: Config) -> Objective:
                 pull, _ = losses.distill_advantage(logp, micro.teacher_logp, mask["distill"])
                 adv = adv + loss_cfg.distill * pull
                 _mean(sums, "loss/distill", -pull, mask["distill"])
-            term, aux = losses.grpo_loss(
-                logp, micro.logp_mu, adv, mask["policy"],
-                eps_low=loss_cfg.eps_low, eps_high=loss_cfg.eps_high, dual_clip=loss_cfg.dual_clip,
-            )  # fmt: skip
+            term, aux = policy(logp, prox, adv, mask["policy"], *rows, selected)
+            correction = forms.weigh(fix, log_rho, mask["policy"], *rows)
+            if correction is not None:
+                term = correction * term
+                _mean(sums, "correction/weight", correction, mask["policy"])
+            term = torch.where(kept, term, 0.0)
             total = total + loss_cfg.policy * (weight["policy"] * term).sum()
             _mean(sums, "loss/policy", term, mask["policy"])
-            _mean(sums, "policy/clipped", aux["clipped_low"] + aux["clipped_high"], mask["policy"])
+            clipped = [value for name, value in aux.items() if name.startswith("clipped")]
+            if clipped:
+                _mean(sums, "policy/clipped", torch.stack(clipped).amax(0), mask["policy"])
 
         if cfg.uses_reference:
             assert micro.logp_ref is not None
-            term, _ = kl_form(logp, micro.logp_ref, mask["kl"])
+            if loss_cfg.kl_form == "k3_weighted":
+                term, _ = losses.k3_weighted(logp, micro.logp_ref, mu, mask["kl"])
+            else:
+                term, _ = forms.KL[loss_cfg.kl_form](logp, micro.logp_ref, mask["kl"])
             total = total + loss_cfg.kl * (weight["kl"] * term).sum()
             _mean(sums, "loss/kl", term, mask["kl"])
 
-        if diverges and logits is not None and micro.teacher_logp is not None:
+        if logits is not None and micro.teacher_logp is not None:
+            kind = {
+                "kind": loss_cfg.distill_kind,
+                "beta": loss_cfg.distill_beta,
+                "alpha": loss_cfg.distill_alpha,
+                "temperature": temperature,
+            }
             if micro.teacher_ids is None:
-                term, _ = losses.full_divergence(
-                    logits,
-                    micro.teacher_logp,
-                    mask["distill"],
-                    kind=loss_cfg.distill_kind,
-                    temperature=temperature,
-                )
+                term, _ = losses.full_divergence(logits, micro.teacher_logp, mask["distill"], **kind)
             else:
                 term, _ = losses.topk_divergence(
-                    logits, micro.teacher_ids, micro.teacher_logp, mask["distill"],
-                    kind=loss_cfg.distill_kind, temperature=temperature,
-                )  # fmt: skip
+                    logits, micro.teacher_ids, micro.teacher_logp, mask["distill"], **kind
+                )
+            term = torch.where(kept, term, 0.0)
             total = total + loss_cfg.distill * (weight["distill"] * term).sum()
             _mean(sums, "loss/distill", term, mask["distill"])
 
@@ -84,7 +109,10 @@ def make_objective(cfg: Config) -> Objective:
         _mean(sums, "policy/entropy", entropy, mask["kl"])
         return total, sums
 
-    return objective
+    def select(logp: Tensor, logp_mu: Tensor, adv: Tensor, mask: Tensor, seed: int) -> Tensor:
+        return forms.select(loss_cfg, logp, logp_mu, adv, mask, seed)
+
+    return Objective(objective, select if loss_cfg.form in forms.SELECTING else None, temperature)
 
 
 def _mean(sums: Sums, name: str, values: Tensor, mask: Tensor) -> None:
@@ -110,26 +138,38 @@ def finish(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def describe(cfg: Config) -> list[str]:
-    """The effective objective in words and formulas, as it is printed at the start."""
-    loss = cfg.loss
+    """The effective objective in formulas, as it is printed at the start. Raises as make_objective."""
+    loss, fix = cfg.loss, cfg.correction
     lines = [f"minimise  Σ_terms coef · Σ_tokens w · term,  w from global counts ({loss.agg})"]
     if loss.policy:
-        low, high = 1 - loss.eps_low, 1 + loss.eps_high
-        cap = f", at most {loss.dual_clip:g} |A| where A < 0" if loss.dual_clip else ""
-        lines += [
-            f"{loss.policy:g} · policy   -min(ρ A, clip(ρ, {low:g}, {high:g}) A){cap}",
-            f"ρ = π / μ;  μ = π_prox = the sampler's log-probs at temperature {cfg.sampler.temperature:g}",
-        ]
+        chosen = ", ".join(
+            f"{name} {value:g}" for name, value in forms.numbers(loss).items() if value is not None
+        )
+        lines.append(
+            f"{loss.policy:g} · policy   {loss.form}{f' ({chosen})' if chosen else ''}{_equation(cfg)}"
+        )
+        mu = f"μ = the sampler's log-probs at temperature {cfg.sampler.temperature:g}"
+        if fix.prox == "sampler":
+            lines.append(f"ρ = π / π_prox;  π_prox = {mu}")
+        else:
+            lines.append(
+                f"ρ = π / π_prox;  π_prox = last step's policy, log-linear in the token's age;  {mu}"
+            )
+        if fix.weight != "none":
+            ratio = "π_prox / μ" if fix.prox == "loglinear" else "π / μ"
+            lines.append(f"weight = {fix.weight}({ratio}) by {fix.level}, a constant")
         terms = [f"{w:g} {name}" for name, w in (("judge", cfg.reward.judge), ("rule", cfg.reward.rule)) if w]
         if terms:
-            spread = " / (std_group + 1e-6)" if loss.scale == "std" else ""
-            lines.append(
-                f"A = (r - mean_group){spread};  r = {' + '.join(terms)};  a missing reward is left out"
-            )
+            measured = {"grpo": "(r - mean_group) / (std_group + 1e-6)", "dr_grpo": "r - mean_group"}
+            against = measured.get(loss.advantage, loss.advantage)
+            lines.append(f"A = {against};  r = {' + '.join(terms)};  a missing reward is left out")
         if cfg.uses_teachers and loss.distill_form == "advantage":
             lines.append(f"A += {loss.distill:g} (teacher_logp - logp), token by token")
         if cfg.staleness.max_age == 0:
-            lines.append("η = 0 and one optimiser step a batch: ρ = 1, the clip never acts")
+            lines.append("η = 0 and one optimiser step a batch: ρ = 1, no clip ever acts")
+    if fix.reject != "none":
+        bounds = f"{fix.keep_low}, {fix.keep_high}"
+        lines.append(f"rejected by {fix.reject} ({bounds}): 0 in policy and distill, still counted")
     if cfg.uses_reference:
         lines.append(f"{loss.kl:g} · kl   {loss.kl_form}(π ‖ the initial policy)")
     if cfg.uses_teachers:
@@ -139,9 +179,17 @@ def describe(cfg: Config) -> list[str]:
             if loss.distill_top_k
             else "the whole vocabulary"
         )
-        kind = "KL(π ‖ teacher)" if loss.distill_kind == "reverse" else "KL(teacher ‖ π)"
+        kinds = {"reverse": "KL(π ‖ teacher)", "forward": "KL(teacher ‖ π)"}
         if loss.distill_form == "divergence":
+            kind = kinds.get(loss.distill_kind, loss.distill_kind)
             lines.append(f"{loss.distill:g} · distill   {kind} over {support};  {routes}")
         else:
             lines.append(f"teachers: {routes}")
     return lines
+
+
+def _equation(cfg: Config) -> str:
+    if cfg.loss.form != "grpo":
+        return ""
+    n = forms.numbers(cfg.loss)
+    return f"   -min(ρ A, clip(ρ, {1 - n['eps_low']:g}, {1 + n['eps_high']:g}) A)"

@@ -30,6 +30,7 @@ ARROWS = {
 }
 PURE = {  # stdlib and each other only
     "config": set(),
+    "check": {"rl.config"},
     "seeds": set(),
     "admission": set(),
     "ledger": set(),

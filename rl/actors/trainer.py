@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,15 @@ class TrainerRank:
         parallelise(model, mesh, compile=compiled)
         self.state = TrainState(model=model, optimizer=make_optimizer(model, cfg), version=self.version)
         objective = make_objective(self.cfg)
-        self.objective = torch.compile(objective) if compiled else objective
+        self.objective = replace(objective, loss=torch.compile(objective.loss)) if compiled else objective
 
     def step(self, errand: Errand, *arrays: Any) -> dict[str, float]:
         """One optimiser step on this rank's share. `arrays`: tokens, then teacher and reference scores,
         per group."""
         groups = self._unpack(errand, list(arrays))
-        micros = (build_micro(places, groups, self.device) for places in errand.micros)
-        self.state, metrics = train_step(self.state, list(micros), self.objective, self.cfg.trainer)
+        version = self.state.version
+        micros = [build_micro(places, groups, self.device, current=version) for places in errand.micros]
+        self.state, metrics = train_step(self.state, micros, self.objective, self.cfg.trainer)
         return metrics
 
     def _unpack(self, errand: Errand, arrays: list[Any]) -> dict[int, GroupData]:

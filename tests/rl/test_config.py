@@ -6,8 +6,11 @@ import pytest
 
 import rl.config
 from experiments.genrm_grpo import CONFIG as GENRM
+from experiments.genrm_opd import CONFIG as GENOPD
 from experiments.opd import CONFIG as OPD
-from rl.config import ConfigError, Staleness, Teacher, check, route
+from experiments.sync_grpo import CONFIG as SYNC
+from rl.check import check
+from rl.config import ConfigError, Staleness, Teacher, route
 from run import EXPERIMENTS, experiment
 
 
@@ -35,6 +38,15 @@ def test_compositions_that_cannot_mean_what_they_say_are_refused():
     refused(GENRM, "judge", "judge.lo must be below judge.hi", lo=5.0)
     refused(OPD, "loss", "nothing to learn from", distill=0.0)
     refused(OPD, "loss", "acts through the policy term", distill_form="advantage")
+    refused(GENRM, "correction", "counts the ratio twice", weight="tis")
+    refused(GENRM, "correction", "forgets the ratio", prox="loglinear")
+    refused(GENRM, "correction", "needs correction.keep_low", reject="geometric")
+    refused(GENRM, "correction", "no effect with correction.reject none", keep_high=2.0)
+    refused(GENRM, "correction", "no effect with correction.weight none", high=2.0)
+    refused(GENRM, "loss", "biased on samples of an older policy", form="reinforce")
+    refused(GENRM, "loss", r"loss.k must lie in 1..sampler.samples", advantage="passk", k=9)
+    refused(GENOPD, "loss", "wants one advantage per sequence", form="gspo", distill_form="advantage")
+    refused(SYNC, "correction", "needs staleness.max_age > 0", prox="loglinear", weight="tis")
     with pytest.raises(ConfigError, match="two teachers"):
         check(replace(OPD, teachers={**OPD.teachers, "again": Teacher(keys=("sort",))}))
 

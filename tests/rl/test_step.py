@@ -11,10 +11,12 @@ import torch.multiprocessing as mp
 from experiments.genrm_grpo import CONFIG
 from models.config import ModelConfig
 from models.transformer import Transformer
+from rl import forms
 from rl.batch import GroupData, GroupTokens, build_micro
-from rl.config import Loss, Teacher
+from rl.check import check
+from rl.config import ConfigError, Correction, Loss, Teacher
 from rl.lessons import Rated, make_lessons
-from rl.objective import make_objective
+from rl.objective import describe, make_objective
 from rl.packing import plan_micros, plan_ranks
 from rl.step import TrainState, learning_rate, make_optimizer, train_step
 from rl.types import Completion, Scores
@@ -43,7 +45,7 @@ def make_groups(n_groups=6, seed=0):
                 Completion(
                     tokens=rng.integers(0, 19, n).astype(np.int32),
                     logps=-3 * rng.random(n).astype(np.float32),
-                    versions=np.full(n, 3, np.int32), finish="stop",
+                    versions=np.full(n, int(rng.integers(1, 4)), np.int32), finish="stop",
                 )
             )  # fmt: skip
             full = np.log(rng.dirichlet(np.ones(19), n)).astype(np.float32)
@@ -73,23 +75,18 @@ def fresh_model():
     return model
 
 
-def gradients(micros):
+def gradients(micros, config=EVERYTHING):
     """Of the whole step, in one process. No clipping, so that .grad is the gradient itself."""
-    cfg = replace(EVERYTHING.trainer, clip_grad=0.0)
+    cfg = replace(config.trainer, clip_grad=0.0)
     model = fresh_model()
     state = TrainState(model=model, optimizer=make_optimizer(model, cfg), version=0)
-    _, metrics = train_step(state, micros, make_objective(EVERYTHING), cfg)
+    _, metrics = train_step(state, micros, make_objective(config), cfg)
     return {n: p.grad.clone() for n, p in model.named_parameters()}, metrics
 
 
 def whole(groups):
-    return [
-        build_micro(
-            [(g, s) for g in range(len(groups)) for s in range(4)],
-            dict(enumerate(groups)),
-            torch.device("cpu"),
-        )
-    ]
+    places = [(g, s) for g in range(len(groups)) for s in range(4)]
+    return [build_micro(places, dict(enumerate(groups)), torch.device("cpu"), current=3)]
 
 
 def split(groups, ranks, cap, rank=0, reverse=False):
@@ -97,7 +94,7 @@ def split(groups, ranks, cap, rank=0, reverse=False):
     owners = plan_ranks(lengths, ranks)
     micros = plan_micros(lengths, owners, cap)[rank]
     mine = {g: groups[g] for g in owners[rank]}
-    return [build_micro(m[::-1] if reverse else m, mine, torch.device("cpu")) for m in micros]
+    return [build_micro(m[::-1] if reverse else m, mine, torch.device("cpu"), current=3) for m in micros]
 
 
 def assert_same(a, b):
@@ -117,10 +114,90 @@ def test_micro_batches_and_packing_order_do_not_change_the_gradient(cap, reverse
         assert split_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+FORMS = [{"form": form} for form in forms.POLICY if form not in ("dro", "reinforce")] + [
+    {"form": "dro", "beta": 0.1},
+    {"form": "gspo", "eps_low": 0.1, "eps_high": 0.2},
+    {"kl_form": "k3_weighted"},
+    {"kl_form": "k1_st"},
+    {"distill_kind": "jsd"},
+    {"distill_kind": "skew_forward"},
+]
+CORRECTIONS = [
+    Correction(prox="loglinear", weight="tis"),
+    Correction(prox="loglinear", weight="mis", level="sequence", high=3.0),
+    Correction(prox="loglinear", weight="icepop", reject="geometric", keep_low=0.9, keep_high=1.1),
+    Correction(reject="sequence", keep_low=0.5, keep_high=2.0),
+    Correction(reject="k3", keep_high=0.05),
+    Correction(reject="veto", keep_low=0.1),
+    Correction(reject="opsm", keep_high=0.2),
+]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [replace(EVERYTHING, loss=replace(EVERYTHING.loss, **values)) for values in FORMS]
+    + [replace(EVERYTHING, correction=correction) for correction in CORRECTIONS]
+    + [
+        replace(
+            EVERYTHING, correction=Correction(weight="tis"), loss=replace(EVERYTHING.loss, form="reinforce")
+        )
+    ],
+    ids=lambda c: (
+        f"{c.loss.form}-{c.loss.kl_form}-{c.loss.distill_kind}-{c.correction.weight}-{c.correction.reject}"
+    ),
+)
+def test_every_composition_runs_and_does_not_depend_on_the_split(config):
+    check(config)
+    groups = make_groups(4)
+    expected, metrics = gradients(whole(groups), config)
+    got, split_metrics = gradients(split(groups, 1, 40, reverse=True), config)
+    assert all(g.isfinite().all() for g in expected.values())
+    assert max(g.abs().max() for g in expected.values()) > 0
+    assert_same(expected, got)
+    for name, value in metrics.items():
+        assert split_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert describe(config)
+
+
+def test_forms_differ_and_the_default_is_grpo_with_the_papers_clip():
+    groups = make_groups(4)
+    seen = {}
+    for form in ("grpo", "gspo_token", "cispo", "sapo", "vespo", "topr"):
+        config = replace(EVERYTHING, loss=replace(EVERYTHING.loss, form=form, kl=0.0, distill=0.0))
+        seen[form], _ = gradients(whole(groups), config)
+    for a in seen:
+        for b in seen:
+            if a < b:
+                assert any((seen[a][n] - seen[b][n]).abs().max() > 1e-6 for n in seen[a]), (a, b)
+    assert forms.numbers(Loss()) == {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": None}
+
+
+def test_a_number_that_the_loss_does_not_take_is_refused():
+    with pytest.raises(ConfigError, match=r"loss\.cap has no meaning for loss\.form grpo.*eps_low"):
+        make_objective(replace(CONFIG, loss=Loss(cap=3.0)))
+    with pytest.raises(ConfigError, match=r"dro needs loss\.beta"):
+        make_objective(replace(CONFIG, loss=Loss(form="dro")))
+
+
+@pytest.mark.parametrize("advantage", forms.ADVANTAGE)
+def test_every_advantage_runs_and_leaves_missing_rewards_out(advantage):
+    rated = [
+        Rated(n_tokens=(3, 4, 5, 6), rewards=(1.0, 0.0, None, 0.0), taught=False),
+        Rated(n_tokens=(3, 4, 5, 6), rewards=(0.5, 0.5, 0.5, 0.5), taught=False),
+    ]
+    lessons = make_lessons(rated, Loss(advantage=advantage, k=2), norm_length=8)
+    assert lessons[0][2].adv == 0.0 and lessons[0][2].weight["policy"] == 0.0
+    assert any(lesson.adv != 0 for lesson in lessons[0])
+    if advantage != "reinforce_pp_baseline":  # which subtracts the mean over all tokens
+        assert all(lesson.adv == 0 for lesson in lessons[1])
+
+
 def test_an_empty_micro_batch_adds_nothing():
     groups = make_groups()
     expected, _ = gradients(whole(groups))
-    got, _ = gradients([*whole(groups), build_micro([], dict(enumerate(groups)), torch.device("cpu"))])
+    got, _ = gradients(
+        [*whole(groups), build_micro([], dict(enumerate(groups)), torch.device("cpu"), current=3)]
+    )
     assert_same(expected, got)
 
 
@@ -163,4 +240,4 @@ def test_o036_teacher_and_sample_lengths_that_differ_are_an_error():
     (group,) = make_groups(n_groups=1)
     cut = [Scores(logps=t.logps[:-1], full=t.full[:-1]) for t in group.teacher]
     with pytest.raises(ValueError, match="its teacher sent"):
-        build_micro([(0, 0)], {0: replace(group, teacher=cut)}, torch.device("cpu"))
+        build_micro([(0, 0)], {0: replace(group, teacher=cut)}, torch.device("cpu"), current=3)

@@ -113,7 +113,10 @@ def plain(cfg, bundle, prompts) -> dict[str, torch.Tensor]:
         lengths = [[len(p) + len(s.tokens) for s in t.samples] for p, t in groups]
         (micros,) = plan_micros(lengths, plan_ranks(lengths, 1), cfg.trainer.micro_tokens)
         state, _ = train_step(
-            state, [build_micro(m, data, torch.device("cpu")) for m in micros], objective, cfg.trainer
+            state,
+            [build_micro(m, data, torch.device("cpu"), current=version) for m in micros],
+            objective,
+            cfg.trainer,
         )
     return {n: p.detach().clone() for n, p in model.state_dict().items()}
 
