@@ -220,7 +220,7 @@ def _rank(rank, folder):
     dist.destroy_process_group()
 
 
-def test_two_ranks_have_the_gradient_and_the_metrics_of_one(tmp_path):
+def test_o080_two_ranks_have_the_gradient_its_norm_and_the_metrics_of_one(tmp_path):
     expected, metrics = gradients(whole(make_groups(n_groups=5)))
     mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
     full, rank_metrics = torch.load(tmp_path / "result")
