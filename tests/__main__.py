@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
     python = [sys.executable, "-m"]
     checks = [
         [*python, "ruff", "check", "."],
-        [*python, "pyright"],
+        [*python, "pyright", "--pythonpath", sys.executable],
         [*python, "pytest", *([] if everything else ["-m", "not slow"]), *rest],
     ]
     for check in checks:
