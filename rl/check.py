@@ -129,6 +129,7 @@ def _loss_rules(cfg: Config) -> list[tuple[bool, str]]:
             not weighted and (fix.low, fix.high) != (None, None),
             "correction.low and high have no effect with correction.weight none",
         ),
+        (fix.normalise and not weighted, "correction.normalise has no effect with correction.weight none"),
         (
             fix.weight == "icepop" and fix.level != "token",
             "correction.weight icepop works token by token: set correction.level token, or weight mis",

@@ -165,11 +165,13 @@ class Correction:
     low: float | None = None
     high: float | None = None
     """Bounds of the weight. None: the paper's."""
-    reject: Literal["none", "token", "sequence", "geometric", "k3", "veto", "opsm"] = "none"
+    normalise: bool = False
+    """Divide the weight by its mean over the step."""
+    reject: Literal["none", "token", "sequence", "geometric", "k3", "veto", "opsm", "m2po"] = "none"
     """Leave out by ratio, by divergence, by the worst token, or (opsm) bad answers left behind."""
     keep_low: float | None = None
     keep_high: float | None = None
-    """Bounds of what is kept: ratios; for k3 and opsm nats (upper); for veto the smallest ratio (lower)."""
+    """Bounds of what is kept: ratios; for k3, opsm, m2po (squared) upper, in nats; for veto lower."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def keep(
     """Which tokens are trained at all: bool, inside mask. A rejected token is a zero and stays counted."""
     rows: dict[str, Any] = {"row": row, "n_rows": n_rows}
     match cfg.reject:
-        case "none":
+        case "none" | "m2po":  # m2po compares all tokens of the step: rl/survey.py
             return mask
         case "token" | "sequence" | "geometric":
             assert cfg.keep_low is not None and cfg.keep_high is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ import losses
 from rl import forms
 from rl.batch import MicroBatch
 from rl.config import Config
+from rl.survey import Survey, make_surveys, needed
 
 # name → (sum, count): what micro-batches and ranks add up; `metrics/name` is their quotient.
 Sums = dict[str, tuple[Tensor, Tensor]]
@@ -20,15 +21,15 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """loss(hidden [M, D], head [V, D], micro, selected [M] | None) → (scalar, sums).
+    """loss(hidden [M, D], head [V, D], micro, survey) → (scalar, sums).
 
     hidden: the states that predict the trained tokens. The scalar is this micro-batch's share of the step's
     loss: add them over micro-batches and ranks. Log-probs are at the temperature that tokens were drawn at.
-    select(logp, logp_mu, adv, mask, seed), for losses that pick tokens from the whole step, gives `selected`.
+    survey(logps, micros, seed), where one is needed, looks at the whole step first (rl/survey.py).
     """
 
-    loss: Callable[[Tensor, Tensor, MicroBatch, Tensor | None], tuple[Tensor, Sums]]
-    select: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor] | None
+    loss: Callable[[Tensor, Tensor, MicroBatch, Survey], tuple[Tensor, Sums]]
+    survey: Callable[[Sequence[Tensor], Sequence[MicroBatch], int], list[Survey]] | None
     temperature: float
 
 
@@ -39,9 +40,7 @@ def make_objective(cfg: Config) -> Objective:
     steers = cfg.uses_teachers and loss_cfg.distill_form == "advantage"
     policy = forms.policy(loss_cfg)
 
-    def objective(
-        hidden: Tensor, head: Tensor, micro: MicroBatch, selected: Tensor | None
-    ) -> tuple[Tensor, Sums]:
+    def objective(hidden: Tensor, head: Tensor, micro: MicroBatch, survey: Survey) -> tuple[Tensor, Sums]:
         logits = F.linear(hidden, head).float() if diverges else None
         if logits is None:
             logp, entropy = losses.linear_logp(hidden, head, micro.target, temperature=temperature)
@@ -58,6 +57,8 @@ def make_objective(cfg: Config) -> Objective:
             prox, _ = losses.loglinear_prox(logp, mu, micro.version, mask["kl"], current=micro.current)
         log_rho = (prox if fix.prox == "loglinear" else logp.detach()) - mu
         kept = forms.keep(fix, log_rho, logp, mu, micro.adv, mask["kl"], *rows)
+        if survey.keep is not None:
+            kept = kept & survey.keep
         if fix.reject != "none":
             _mean(sums, "correction/rejected", (~kept).float(), mask["kl"])
 
@@ -67,9 +68,13 @@ def make_objective(cfg: Config) -> Objective:
                 pull, _ = losses.distill_advantage(logp, micro.teacher_logp, mask["distill"])
                 adv = adv + loss_cfg.distill * pull
                 _mean(sums, "loss/distill", -pull, mask["distill"])
-            term, aux = policy(logp, prox, adv, mask["policy"], *rows, selected)
+            term, aux = policy(logp, prox, adv, mask["policy"], *rows, survey.selected)
             correction = forms.weigh(fix, log_rho, mask["policy"], *rows)
             if correction is not None:
+                if survey.mean_weight is not None:
+                    correction, _ = losses.normalise_weight(
+                        correction, mask["policy"], mean=survey.mean_weight
+                    )
                 term = correction * term
                 _mean(sums, "correction/weight", correction, mask["policy"])
             term = torch.where(kept, term, 0.0)
@@ -109,10 +114,10 @@ def make_objective(cfg: Config) -> Objective:
         _mean(sums, "policy/entropy", entropy, mask["kl"])
         return total, sums
 
-    def select(logp: Tensor, logp_mu: Tensor, adv: Tensor, mask: Tensor, seed: int) -> Tensor:
-        return forms.select(loss_cfg, logp, logp_mu, adv, mask, seed)
+    def survey_step(logps: Sequence[Tensor], micros: Sequence[MicroBatch], seed: int) -> list[Survey]:
+        return make_surveys(logps, micros, loss_cfg, fix, seed)
 
-    return Objective(objective, select if loss_cfg.form in forms.SELECTING else None, temperature)
+    return Objective(objective, survey_step if needed(loss_cfg, fix) else None, temperature)
 
 
 def _mean(sums: Sums, name: str, values: Tensor, mask: Tensor) -> None:
@@ -157,7 +162,8 @@ def describe(cfg: Config) -> list[str]:
             )
         if fix.weight != "none":
             ratio = "π_prox / μ" if fix.prox == "loglinear" else "π / μ"
-            lines.append(f"weight = {fix.weight}({ratio}) by {fix.level}, a constant")
+            mean = ", divided by its mean" if fix.normalise else ""
+            lines.append(f"weight = {fix.weight}({ratio}) by {fix.level}{mean}, a constant")
         terms = [f"{w:g} {name}" for name, w in (("judge", cfg.reward.judge), ("rule", cfg.reward.rule)) if w]
         if terms:
             measured = {"grpo": "(r - mean_group) / (std_group + 1e-6)", "dr_grpo": "r - mean_group"}

@@ -18,6 +18,7 @@ from models.transformer import Attend, Transformer
 from rl.batch import MicroBatch
 from rl.config import Trainer
 from rl.objective import Objective, Sums, finish
+from rl.survey import Survey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,10 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     added: dict[str, torch.Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
-    selected = _select(state, micros, objective)
-    for micro, picked in zip(micros, selected, strict=True):
+    surveys = _survey(state, micros, objective)
+    for micro, survey in zip(micros, surveys, strict=True):
         hidden = model(micro.ids, micro.layout.positions, attend_packed(micro.layout))
-        loss, sums = objective.loss(hidden[micro.select], model.head, micro, picked)
+        loss, sums = objective.loss(hidden[micro.select], model.head, micro, survey)
         loss.backward()
         total += loss.detach().double().cpu()
         _add(added, sums)
@@ -78,32 +79,15 @@ def train_step(
 
 
 @torch.no_grad()
-def _select(
-    state: TrainState, micros: Sequence[MicroBatch], objective: Objective
-) -> Sequence[torch.Tensor | None]:
-    """For losses that pick tokens from the whole step: a first pass, then one choice over all ranks."""
-    if objective.select is None:
-        return [None] * len(micros)
+def _survey(state: TrainState, micros: Sequence[MicroBatch], objective: Objective) -> list[Survey]:
+    if objective.survey is None:
+        return [Survey()] * len(micros)
     logps = []
     for micro in micros:
         hidden = state.model(micro.ids, micro.layout.positions, attend_packed(micro.layout))[micro.select]
         logp, _ = linear_logp(hidden, state.model.head, micro.target, temperature=objective.temperature)
         logps.append(logp)
-    sizes = [len(micro.target) for micro in micros]
-    mine = {
-        "logp": torch.cat(logps).cpu(),
-        "logp_mu": torch.cat([m.logp_mu for m in micros]).cpu(),
-        "adv": torch.cat([m.adv for m in micros]).cpu(),
-        "mask": torch.cat([m.mask["policy"] for m in micros]).cpu(),
-    }
-    everyone, rank = [mine], 0
-    if world_size() > 1:
-        everyone, rank = [mine] * world_size(), dist.get_rank()
-        dist.all_gather_object(everyone, mine)
-    logp, mu, adv, mask = (torch.cat([theirs[name] for theirs in everyone]) for name in mine)
-    picked = objective.select(logp, mu, adv, mask, state.version)
-    start = sum(len(theirs["logp"]) for theirs in everyone[:rank])
-    return picked[start : start + sum(sizes)].to(micros[0].ids.device).split(sizes)
+    return objective.survey(logps, micros, state.version)
 
 
 def attend_packed(layout: Layout) -> Attend:

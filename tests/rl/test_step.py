@@ -130,6 +130,8 @@ CORRECTIONS = [
     Correction(reject="k3", keep_high=0.05),
     Correction(reject="veto", keep_low=0.1),
     Correction(reject="opsm", keep_high=0.2),
+    Correction(reject="m2po", keep_high=0.5),
+    Correction(prox="loglinear", weight="tis", level="sequence", normalise=True),
 ]
 
 
@@ -201,18 +203,25 @@ def test_an_empty_micro_batch_adds_nothing():
     assert_same(expected, got)
 
 
-def _rank(rank, folder):
+SURVEYED = replace(
+    EVERYTHING,
+    loss=replace(EVERYTHING.loss, form="kl_cov", cov_ratio=0.3),
+    correction=Correction(prox="loglinear", weight="tis", normalise=True, reject="m2po", keep_high=0.5),
+)
+
+
+def _rank(rank, folder, config):
     from torch.distributed.device_mesh import DeviceMesh
 
     from models.parallelise import parallelise
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    cfg = replace(EVERYTHING.trainer, clip_grad=0.0)
+    cfg = replace(config.trainer, clip_grad=0.0)
     model = parallelise(fresh_model(), DeviceMesh("cpu", [0, 1]), compile=False)
     state = TrainState(model=model, optimizer=make_optimizer(model, cfg), version=0)
     groups = make_groups(n_groups=5)  # an odd number: the ranks do not have equal work
-    _, metrics = train_step(state, split(groups, 2, 40, rank=rank), make_objective(EVERYTHING), cfg)
+    _, metrics = train_step(state, split(groups, 2, 40, rank=rank), make_objective(config), cfg)
     full = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
     if rank == 0:
         torch.save((full, metrics), f"{folder}/result")
@@ -220,9 +229,10 @@ def _rank(rank, folder):
     dist.destroy_process_group()
 
 
-def test_o080_two_ranks_have_the_gradient_its_norm_and_the_metrics_of_one(tmp_path):
-    expected, metrics = gradients(whole(make_groups(n_groups=5)))
-    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize("config", [EVERYTHING, SURVEYED], ids=["plain", "surveyed"])
+def test_o080_two_ranks_have_the_gradient_its_norm_and_the_metrics_of_one(tmp_path, config):
+    expected, metrics = gradients(whole(make_groups(n_groups=5)), config)
+    mp.spawn(_rank, args=(str(tmp_path), config), nprocs=2)
     full, rank_metrics = torch.load(tmp_path / "result")
     assert_same(expected, full)
     for name, value in metrics.items():

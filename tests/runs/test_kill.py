@@ -1,0 +1,104 @@
+"""kill -9 at any moment, then --resume: the run goes on from its checkpoint and every prompt is trained
+exactly once."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from rl.ledger import Event, Ledger, apply
+from tests.runs.command import command, read_lines, run, wait_for_step, write_copy_task
+
+pytestmark = pytest.mark.slow
+STEPS, EVERY, PROMPTS = 60, 10, 4
+
+
+def trained_ordinals(folder) -> list[int]:
+    ledger, trained = Ledger(), []
+    for line in read_lines(folder / "ledger.jsonl"):
+        ledger = apply(ledger, Event(**line))
+        assert ledger.balanced
+        trained += [line["ordinal"]] if line["kind"] == "train" else []
+    return trained
+
+
+@pytest.mark.parametrize("step", [3, 17, 41])
+def test_sigkill_then_resume_trains_every_ordinal_exactly_once(tmp_path, step):
+    flags = [*write_copy_task(tmp_path), "--trainer.steps", STEPS, "--checkpoint.every", EVERY]
+    with (tmp_path / "out").open("w") as out:
+        first = subprocess.Popen(command(*flags), stdout=out, stderr=out)
+        folder = wait_for_step(tmp_path / "runs", step, first)
+        time.sleep(0.03 * step % 0.2)
+        first.kill()
+        first.wait()
+    second = run(*flags, "--resume", folder)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert ("resuming" in second.stdout) == (step >= EVERY)
+    trained = trained_ordinals(folder)
+    assert len(trained) == len(set(trained)) == STEPS * PROMPTS
+    assert [m["step"] for m in read_lines(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_after_sigkill_nothing_of_the_run_is_left(tmp_path):
+    flags = [*write_copy_task(tmp_path), "--trainer.steps", 5000]
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(command(*flags), stdout=out, stderr=out)
+        wait_for_step(tmp_path / "runs", 2, process)
+        ours = descendants(process.pid)
+        assert len(ours) > 4
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 120  # two of Ray's agents look for their parent only now and then
+    while time.monotonic() < deadline and any(map(alive, ours)):
+        time.sleep(0.2)
+    assert not [pid for pid in ours if alive(pid)]
+
+
+def test_sigterm_ends_after_the_step_with_a_checkpoint_and_a_summary(tmp_path):
+    flags = [*write_copy_task(tmp_path), "--trainer.steps", 5000]
+    process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folder = wait_for_step(tmp_path / "runs", 2, process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "ground-truth accuracy" in out, out
+    last = read_lines(folder / "metrics.jsonl")[-1]["step"]
+    assert (folder / "checkpoints" / f"step_{last:06d}" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("role", ["Rollout", "Reward", "TrainerRank"])
+def test_o085_an_actor_that_is_killed_is_named_and_the_run_ends_cleanly(tmp_path, role):
+    flags = [*write_copy_task(tmp_path), "--trainer.steps", 5000]
+    process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_step(tmp_path / "runs", 2, process)
+    (victim,) = [pid for pid in descendants(process.pid) if f"ray::{role}" in title(pid)]
+    os.kill(victim, signal.SIGKILL)
+    out, _ = process.communicate(timeout=90)
+    name = {"Rollout": "sampler-0", "Reward": "rule-0", "TrainerRank": "trainer-0"}[role]
+    assert process.returncode == 1 and f"{name} died" in out, out
+
+
+def descendants(pid: int) -> list[int]:
+    table = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in table.splitlines()[1:]:
+        child, parent = map(int, line.split())
+        children.setdefault(parent, []).append(child)
+    found, queue = [], [pid]
+    while queue:
+        found += children.get(queue[0], [])
+        queue += children.get(queue.pop(0), [])
+    return found
+
+
+def title(pid: int) -> str:
+    done = subprocess.run(["ps", "-p", str(pid), "-o", "args="], capture_output=True, text=True)
+    return done.stdout
+
+
+def alive(pid: int) -> bool:
+    state = subprocess.run(
+        ["ps", "-p", str(pid), "-o", "stat="], capture_output=True, text=True
+    ).stdout.strip()
+    return bool(state) and not state.startswith("Z")
