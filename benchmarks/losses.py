@@ -3,9 +3,11 @@
     python benchmarks/losses.py --device cuda --json out.json      about five minutes on one H200
     python benchmarks/losses.py --device cpu                       small, some seconds
 
-`x limit` is time over that of three matmuls at the rate of an 8192³ matmul in the same run (CPU: 1024³).
-`extra` is the peak of memory beyond inputs and gradients. `dH`, `dW` are |g - g64| / |g64| against float64,
-`logp` is the largest error of a log-prob in nats. The loss is GRPO's clip unless the line says otherwise.
+`x limit` is time over that of three matmuls at the rate of an 8192³ matmul in the same run (CPU: 1024³),
+both after 0.4 s of the same work, for a busy GPU lowers its clock to stay within its power. `x rested` is
+over three at the rate of an idle GPU's first matmuls, which it does not sustain. `extra` is the peak of
+memory beyond inputs and gradients. `dH`, `dW` are |g - g64| / |g64| against float64, `logp` is the largest
+error of a log-prob in nats. The loss is GRPO's clip unless the line says otherwise.
 """
 
 from __future__ import annotations
@@ -28,22 +30,26 @@ sys.path.insert(
 )  # before this folder: its losses.py is not ours
 from benchmarks import losses_methods as ways  # noqa: E402
 from benchmarks.losses_methods import Case, Method, make_case  # noqa: E402
-from losses.linear_loss import _mm_split, rows_torch  # noqa: E402
+from losses.linear_loss import CHUNK, rows_torch  # noqa: E402
 from losses.linear_rows import has_triton, rows_triton, triton  # noqa: E402
 
 Launch = tuple[int, int, int]  # lanes, warps, stages
-LAUNCHES = [
-    (1024, 16, 3), (1024, 16, 1), (1024, 32, 3), (1024, 32, 4), (2048, 32, 1), (2048, 32, 3), (2048, 16, 3),
-    (512, 8, 3), (512, 8, 1), (512, 16, 4), (1024, 8, 3), (4096, 32, 2),
-]  # fmt: skip
+LAUNCHES = [(2048, 32, 1), (2048, 32, 3), (1024, 16, 1), (512, 8, 1)]
 BROKEN: tuple[type[BaseException], ...] = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError,
 ) + ((importlib.import_module("triton.errors").TritonError,) if triton else ())  # fmt: skip
 
 
-def median_ms(run: Callable[[], object], device: torch.device, *, reps: int, warmup: int = 2) -> float:
-    for _ in range(warmup):
+def median_ms(run: Callable[[], object], device: torch.device, *, reps: int, heat: float = 0.4) -> float:
+    """Of the runs that follow `heat` seconds of them (CPU: one of them)."""
+    begin = time.perf_counter()
+    while True:
         run()
+        if device.type == "cpu":
+            break
+        torch.cuda.synchronize()
+        if time.perf_counter() - begin > heat:
+            break
     times = []
     for _ in range(reps):
         if device.type == "cuda":
@@ -74,7 +80,7 @@ class Report:
     """Prints lines and keeps them; with a path the file is complete after every line."""
 
     def __init__(self, path: str | None, only: str) -> None:
-        self.path, self.only, self.stop = path, only, float("inf")
+        self.path, self.only, self.stop, self.rested = path, only, float("inf"), 1.0
         self.rows: list[dict[str, Any]] = []
 
     def note(self, text: str, **row: Any) -> None:
@@ -120,7 +126,7 @@ class Report:
                 dh, dw, true_logp = case.truth[loss]
                 errors["dH"], errors["dW"] = relative(h.grad, dh), relative(w.grad, dw)
                 errors["logp"] = None if logp is None else float((logp.double() - true_logp).abs().max())
-            ms = median_ms(step, h.device, reps=reps, warmup=1)
+            ms = median_ms(step, h.device, reps=reps)
         except ModuleNotFoundError as error:
             self.note(
                 f"{name:58s} not installed ({error.name})", case=case.name, name=name, failed="not installed"
@@ -134,20 +140,21 @@ class Report:
             h.grad = w.grad = None
             if cuda:
                 torch.cuda.empty_cache()
+        x = ms / case.limit_ms
         shown = " ".join(f"{'-':>9s}" if e is None else f"{e:9.1e}" for e in errors.values())
         self.note(
-            f"{name:58s}{ms:9.1f} {ms / case.limit_ms:9.2f} {extra:9.2f} {shown}",
-            case=case.name, name=name, loss=loss, ms=ms, x_limit=ms / case.limit_ms, extra_gib=extra,
+            f"{name:58s}{ms:9.1f} {x:9.2f} {x * self.rested:9.2f} {extra:9.2f} {shown}",
+            case=case.name, name=name, loss=loss, ms=ms, x_limit=x, x_rested=x * self.rested, extra_gib=extra,
             **errors,
         )  # fmt: skip
         return ms
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def matmul_rate(device: torch.device, dtype: torch.dtype, heat: float) -> float:
     """FLOP/s of a square matmul."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(2, size, size, device=device).to(dtype)
-    return 2 * size**3 / (median_ms(lambda: a @ b, device, reps=15, warmup=5) * 1e-3)
+    return 2 * size**3 / (median_ms(lambda: a @ b, device, reps=15, heat=heat) * 1e-3)
 
 
 def matmuls(report: Report, case: Case, chunk: int) -> None:
@@ -161,96 +168,57 @@ def matmuls(report: Report, case: Case, chunk: int) -> None:
         "logits": lambda: torch.mm(h, w.T, out=a),
         "dH": lambda: torch.mm(a, w, out=dh),
         "dW": lambda: dw.addmm_(a.T, h),
-        "dH in 4": lambda: _mm_split(a, w, dh, 4),
-        "dH in 8": lambda: _mm_split(a, w, dh, 8),
         "dW in float32": lambda: torch.addmm(dw32, a.T, h, out_dtype=torch.float32, out=dw32),
     }
-    for library in ("cublas", "cublaslt"):
-        torch.backends.cuda.preferred_blas_library(library)
-        times: dict[str, float] = {}
-        for kind, run in kinds.items():
-            try:
-                times[kind] = median_ms(run, h.device, reps=5) * n / chunk
-            except BROKEN as error:
-                print(f"  {library}, {kind}: {type(error).__name__}: {str(error)[:120]}", flush=True)
-                times[kind] = float("nan")
-        total = times["logits"] + times["dH"] + times["dW"]
-        parts = ", ".join(f"{k} {v:.2f}" for k, v in times.items())
-        text = f"  {library:8s} {chunk} tokens: {total:.1f} ms, x {total / case.limit_ms:.2f}  ({parts})"
-        report.note(
-            text, case=case.name, name=f"matmuls only, {library}, chunk {chunk}", ms=total, parts=times
-        )
-    torch.backends.cuda.preferred_blas_library("default")
+    times = {kind: median_ms(run, h.device, reps=9) * n / chunk for kind, run in kinds.items()}
+    total = times["logits"] + times["dH"] + times["dW"]
+    parts = ", ".join(f"{k} {v:.2f}" for k, v in times.items())
+    text = f"  matmuls alone, {chunk} tokens: {total:.1f} ms, x {total / case.limit_ms:.2f}  ({parts})"
+    report.note(text, case=case.name, name=f"matmuls alone, chunk {chunk}", ms=total, parts=times)
 
 
 def bound(launch: Launch) -> Any:
     return functools.partial(rows_triton, **dict(zip(("lanes", "warps", "stages"), launch, strict=True)))
 
 
-def sweep_rows(report: Report, case: Case, chunk: int, launches: list[Launch]) -> list[Launch]:
-    """The row kernel alone, over all chunks, per launch; best first."""
+def rows_alone(report: Report, case: Case, chunk: int) -> None:
+    """The row kernel alone, over all chunks, per launch."""
     n, v = len(case.hidden), len(case.head)
     a = torch.randn(chunk, v, device=case.hidden.device).to(case.hidden.dtype)
     y = case.target[:chunk]
-    found: list[tuple[float, Launch]] = []
-    for launch in launches:
+    for launch in LAUNCHES:
         op = bound(launch)
-        try:
-            ms = median_ms(lambda op=op: op(a, a, y, None, (1.0, None, 1.0)), a.device, reps=7) * n / chunk
-        except BROKEN as error:
-            print(f"  rows {launch}: {type(error).__name__}: {str(error)[:120]}", flush=True)
-            continue
-        found.append((ms, launch))
-        rate = 4 * n * v / ms / 1e9  # read once and written once, if the second reading hits the cache
-        text = f"  rows kernel, (lanes, warps, stages) {launch}: {ms:.2f} ms, {rate:.2f} TB/s of read + write"
+
+        def run(op: Any = op) -> None:
+            for _ in range(8):  # so that no launch is waited for
+                op(a, a, y, None, (1.0, None, 1.0))
+
+        ms = median_ms(run, a.device, reps=5) / 8 * n / chunk
+        rate = 6 * n * v / ms / 1e9  # the second reading finds nothing in the cache
+        text = f"  rows, (lanes, warps, stages) {launch}: {ms:.2f} ms, {rate:.2f} TB/s of 2 reads, 1 write"
         report.note(text, case=case.name, name=f"rows {launch}", ms=ms)
-    return [launch for _, launch in sorted(found)]
 
 
-def ours(report: Report, case: Case, launches: list[Launch], chunks: list[int]) -> None:
-    """Chunk sizes with the best launch, other launches with the best chunk, then variants of the best."""
+def ours(report: Report, case: Case, chunks: list[int], rows: Any) -> None:
+    """Chunk sizes, then variants at the default."""
     line = functools.partial(report.measure, case)
-    best: tuple[float, int, int, Launch | None] = (
-        float("inf"),
-        chunks[-1],
-        1,
-        launches[0] if launches else None,
-    )
-
-    def rows(launch: Launch | None) -> Any:
-        return bound(launch) if launch else None
-
-    def attempt(chunk: int, splits: int, launch: Launch | None) -> None:
-        nonlocal best
-        kind = f"triton rows {launch}" if launch else "torch rows"
-        name = f"ours, {kind}, chunk {chunk}{f', dH in {splits}' if splits > 1 else ''}"
-        ms = line(name, lambda: ways.ours("policy", chunk, rows(launch), splits=splits))
-        best = min(best, (ms, chunk, splits, launch), key=lambda found: found[0])
-
+    way = functools.partial(ways.ours, rows=rows)
+    kind = "triton rows" if rows else "torch rows"
     for chunk in chunks:
-        attempt(chunk, 1, best[3])
-    if launches:
-        for splits in (4, 8) if case.hidden.shape[1] < 2048 else ():
-            for chunk in sorted({chunks[0], best[1], chunks[-1]}):
-                attempt(chunk, splits, best[3])
-        for launch in launches[1:3]:
-            attempt(best[1], best[2], launch)
-    _, chunk, splits, launch = best
-    op, third, f32 = rows(launch), max(1, chunk // 3), torch.float32
-    way = functools.partial(ways.ours, rows=op, splits=splits)
-    line("ours, with entropy bonus", lambda: way("entropy", chunk), "entropy")
-    line(f"ours, top-{case.ids.shape[1]} reverse KL", lambda: way("top-k", chunk), "top-k")
-    line("ours, head gradient in float32", lambda: way("policy", chunk, grad_dtype=f32))
+        line(f"ours, {kind}, chunk {chunk}", lambda chunk=chunk: way("policy", chunk))
+    f32 = torch.float32
+    line("ours, default chunk", lambda: way("policy", None))
+    line("ours, with entropy bonus", lambda: way("entropy", None), "entropy")
+    line(f"ours, top-{case.ids.shape[1]} reverse KL", lambda: way("top-k", None), "top-k")
+    line("ours, head gradient in float32", lambda: way("policy", None, grad_dtype=f32))
     line(
         "ours, logits and head gradient in float32",
-        lambda: way("policy", third, logit_dtype=f32, grad_dtype=f32),
+        lambda: way("policy", max(1, chunks[-1] // 3), logit_dtype=f32, grad_dtype=f32),
     )
-    line("ours, token loss not compiled", lambda: way("policy", chunk, compiled=False))
-    if launches:
-        line("ours, default chunk and launch", lambda: ways.ours("policy", None, rows_triton))
+    line("ours, token loss not compiled", lambda: way("policy", None, compiled=False))
     if case.hidden.is_cuda:
         compiled = torch.compile(rows_torch, dynamic=True)
-        line("ours, torch.compile'd rows, chunk 2048", lambda: ways.ours("policy", 2048, compiled))
+        line("ours, torch.compile'd rows", lambda: ways.ours("policy", CHUNK, compiled))
 
 
 def peers(report: Report, case: Case, piece: int) -> None:
@@ -299,27 +267,30 @@ def main() -> None:
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     report = Report(cfg.json, cfg.only)
-    rate = matmul_rate(device, dtype)
+    rested = matmul_rate(device, dtype, heat=0.0)
+    rate = matmul_rate(device, dtype, heat=0.4)
+    report.rested = rested / rate
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     name = f"{name}, torch {torch.__version__}, triton {getattr(triton, '__version__', 'none')}"
     report.note(
-        f"{name}: {rate / 1e12:.3g} TFLOP/s in {str(dtype)[6:]}", name="device", device=name, rate=rate
-    )
+        f"{name}: {rate / 1e12:.3g} TFLOP/s in {str(dtype)[6:]} when busy, {rested / 1e12:.3g} rested",
+        name="device", device=name, rate=rate, rested=rested,
+    )  # fmt: skip
     shapes = [(16384, 896, 151936), (32768, 3584, 152064)] if cuda else [(256, 64, 4096), (512, 128, 8192)]
-    chunks = [[1152, 2048, 2304, 3328], [1152, 2304, 3200, 3328]] if cuda else [[32, 64], [64, 128]]
-    launches = LAUNCHES if has_triton(device) else []
+    chunks = [1152, 2048, 3328] if cuda else [32, 64]
+    rows = rows_triton if has_triton(device) else None
     cases = cfg.case or list(range(len(shapes)))
     for done, i in enumerate(cases):
         report.stop = begin + cfg.seconds * (done + 1) / len(cases)
         case = make_case(*shapes[i], device, dtype, rate, ["policy", "entropy", "top-k"])
         print(f"\n{case.name}; three matmuls at the measured rate: {case.limit_ms:.1f} ms", flush=True)
-        if launches:
-            for chunk in (*chunks[i], 3584):
+        if rows:
+            for chunk in (1152, CHUNK, 3328):
                 matmuls(report, case, chunk)
-            launches = sweep_rows(report, case, 2304, launches)[:4]
-        columns = ("ms", "x limit", "extra GiB", "dH", "dW", "logp")
+            rows_alone(report, case, CHUNK)
+        columns = ("ms", "x limit", "x rested", "extra GiB", "dH", "dW", "logp")
         print(f"{'':58s}" + " ".join(f"{c:>9s}" for c in columns), flush=True)
-        ours(report, case, launches, chunks[i])
+        ours(report, case, chunks, rows)
         peers(report, case, 4096 if cuda else 64)
         del case
         torch._dynamo.reset()

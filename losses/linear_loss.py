@@ -16,7 +16,8 @@ TokenLoss = Callable[..., tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]]
 RowsOp = Callable[..., tuple[Tensor, Tensor]]
 Scales = tuple[float, float | None, float]  # logit_scale, softcap, temperature
 FLOOR = -1e30  # a finite -inf: its differences are finite, and 0 * FLOOR is 0
-BUFFER_BYTES = int(0.96 * 2**30)  # a chunk's logits, by default
+CHUNK = 2304  # tokens: for D = 896 and 3584, tiles for whole waves of 132 multiprocessors
+BUFFER_BYTES = int(0.96 * 2**30)  # holds the logits of fewer, if the vocabulary is larger
 
 
 def separable(loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> TokenLoss:
@@ -83,8 +84,8 @@ def linear_loss(
       rows: the work on whole rows of logits: `rows_triton` of linear_rows.py on CUDA; None is rows_torch.
       splits: the sum over V in the gradient of hidden goes in so many parts, added in float32: for a D whose
         few tiles leave a GPU half idle. Divides V.
-      chunk: tokens at a time; default what BUFFER_BYTES of logits hold, or an eighth of them in torch, whose
-        float32 temporaries are several times as large.
+      chunk: tokens at a time; default CHUNK, or what BUFFER_BYTES of logits hold, an eighth of them in torch,
+        whose float32 temporaries are several times as large.
       logit_dtype: float32 keeps the logits of a bf16 matmul unrounded, in three times the buffer.
       grad_dtype: accumulator of the head's gradient over chunks; default weight.dtype.
     Returns: loss []; aux: loss, logp, entropy and the aux of loss_fn, [T] each, 0 where token_weight is 0.
@@ -105,8 +106,7 @@ def linear_loss(
     logit_dtype = logit_dtype or hidden.dtype
     if chunk is None:
         row_bytes = vocab * logit_dtype.itemsize * (8 if rows is None else 1)
-        fits = max(128, BUFFER_BYTES // row_bytes // 128 * 128)  # a matmul's tiles have 128 rows
-        chunk = 128 * max(1, math.ceil(n / math.ceil(max(n, 1) / fits) / 128))  # of nearly equal sizes
+        chunk = min(CHUNK, max(128, BUFFER_BYTES // row_bytes // 128 * 128))  # a matmul's tiles have 128 rows
     learn = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     with torch.no_grad():
         dh = torch.empty_like(hidden) if learn[0] else None
@@ -114,31 +114,32 @@ def linear_loss(
         db = torch.zeros_like(bias, dtype=torch.float32) if learn[2] and bias is not None else None
         buffer = hidden.new_empty(min(chunk, n), vocab, dtype=logit_dtype)
         dbuffer = buffer if logit_dtype == hidden.dtype else torch.empty_like(buffer, dtype=hidden.dtype)
-        loss, parts = 0.0, []
+        y = torch.where((target >= 0) & (target < vocab), target, -1)
+        on, parts = (token_weight != 0)[:, None], []
         for start in range(0, max(n, 1), chunk):  # once for no tokens too: aux has its keys
             at = slice(start, min(start + chunk, n))
             a, da, w = buffer[: at.stop - start], dbuffer[: at.stop - start], token_weight[at]
-            on = (w != 0)[:, None]
-            h = torch.where(on, hidden[at], 0.0)
+            h = torch.where(on[at], hidden[at], 0.0)
             _mm(h, weight.T, a)
-            ids = None if topk_ids is None else torch.where(on, topk_ids[at], -1)
+            ids = None if topk_ids is None else torch.where(on[at], topk_ids[at], -1)
             part = [x[at] for x in args]
-            g, aux = _chunk_loss(head, a, da, w, target[at], ids, token_loss, part, entropy, any(learn))
-            loss = loss + (w * aux["loss"]).sum()
+            g, aux = _chunk_loss(head, a, da, w, y[at], ids, token_loss, part, entropy, any(learn))
             parts.append(aux)
             if dh is not None:
                 _mm_split(da, weight, dh[at], splits)
+            if dh is not None and g is not None:
                 dh[at].mul_(g[:, None])
             if db is not None:
-                db += (g.to(da.dtype) @ da).to(db.dtype)
+                db += da.sum(0, dtype=db.dtype) if g is None else (g.to(da.dtype) @ da).to(db.dtype)
             if dw is not None:
-                _accumulate(dw, da.T, h.mul_(g[:, None]), beta=float(start > 0))
+                _accumulate(dw, da.T, h if g is None else h.mul_(g[:, None]), beta=float(start > 0))
         del buffer, dbuffer, a, da
         pairs = ((dh, hidden), (dw, weight), (db, bias))
         grads = [None if d is None or x is None else d.to(x.dtype) for d, x in pairs]
         del dh, dw, db, pairs
         off = token_weight == 0
         tokens = {k: torch.cat([p[k] for p in parts]).masked_fill(off, 0) for k in parts[0]}
+        loss = (token_weight * tokens["loss"]).sum()
     return _Attach.apply(loss, hidden, weight, bias, *grads), tokens
 
 
@@ -161,16 +162,17 @@ class _Attach(torch.autograd.Function):
 def _chunk_loss(
     head: tuple[Tensor | None, Scales, RowsOp], a: Tensor, da: Tensor, w: Tensor, y: Tensor,
     ids: Tensor | None, token_loss: TokenLoss, args: list[Tensor], entropy: bool, learn: bool,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """From raw logits a [t, V]: (g [t], aux), with g · da the gradient of a. da [t, V] may be a."""
+) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
+    """From raw logits a [t, V]: (g [t], aux), with g · da the gradient of a, or da if g is None. da may be a.
+
+    y: -1 for no target.
+    """
     bias, scales, rows = head
-    known = (y >= 0) & (y < a.shape[1])
-    z_y, _ = _bend(a, bias, scales, torch.where(known, y, 0)[:, None])
-    y = torch.where(known, y, -1)
+    z_y = _bend(a, bias, scales, y.clamp(min=0)[:, None])[0].squeeze(-1)
     unit = learn and not entropy and ids is None
     if ids is None:
         lse, h = rows(a, da if unit else None, y, bias, scales)
-        lse_rest, rest, log_rest, topk = lse, torch.ones_like(lse), torch.zeros_like(lse), ()
+        topk = ()
     else:  # the K leave the row before its statistics: the rest is a sum, not a difference
         used = ids >= 0
         some = used.any(-1, keepdim=True)
@@ -185,26 +187,27 @@ def _chunk_loss(
         rest, p_k = log_rest.exp(), log_k.exp()
         h = rest * (h_rest - log_rest.clamp(min=FLOOR)) - (p_k * log_k.clamp(min=FLOOR)).sum(-1)
         topk = (log_k, log_rest)
-    logp = torch.where(known, z_y.squeeze(-1) - lse, 0.0)
+    logp = torch.where(y >= 0, z_y - lse, 0.0)
     grads, loss, aux = token_loss(w, (logp, *((h,) if entropy else ()), *topk), *args)
     aux = {"loss": loss, "logp": logp, "entropy": h, **aux}
-    g = torch.where(known, grads[0], 0.0)
+    g = torch.where(y >= 0, grads[0], 0.0)
     if unit or not learn:
         return g, aux
-    g_h, g_rest, g_sum = grads[1] if entropy else torch.zeros_like(g), torch.zeros_like(g), g
-    if ids is not None:
-        g_k, g_rest = torch.where(used, grads[-2], 0.0), torch.where(rest > 0, grads[-1], 0.0)
-        g_sum = g + g_k.sum(-1) + g_rest
+    g_h = grads[1] if entropy else torch.zeros_like(g)
+    if ids is None:
+        rows(a, da, y, bias, scales, lse, (-(g + g_h * h), -g_h, g))
+        return None, aux
+    g_k, g_rest = torch.where(used, grads[-2], 0.0), torch.where(rest.gt(0), grads[-1], 0.0)
+    g_sum = g + g_k.sum(-1) + g_rest
     # by r = p / rest nothing overflows: dL/dz = r (c0 + c1 log r) + g 1[v = target] outside of K
     c0 = g_rest - rest * (g_sum + g_h * (h + log_rest.clamp(min=FLOOR)))
-    rows(a, da, y, bias, scales, lse_rest, (c0, -rest * g_h, g))
-    if ids is not None:
-        d_k = g_k + g[:, None] * (ids == y[:, None])
-        d_k -= p_k * (g_sum[:, None] + g_h[:, None] * (log_k.clamp(min=FLOOR) + h[:, None]))
-        d_k = (d_k * slope_k).to(da.dtype)
-        d_one = torch.where(some, d_k.gather(-1, one), da.gather(1, slot))
-        da.scatter_(1, slot, torch.where(used, d_k, d_one))
-    return torch.ones_like(g), aux
+    rows(a, da, y, bias, scales, lse_rest, (c0, -g_h * rest, g))
+    d_k = g_k + g[:, None] * (ids == y[:, None])
+    d_k -= p_k * (g_sum[:, None] + g_h[:, None] * (log_k.clamp(min=FLOOR) + h[:, None]))
+    d_k = (d_k * slope_k).to(da.dtype)
+    d_one = torch.where(some, d_k.gather(-1, one), da.gather(1, slot))
+    da.scatter_(1, slot, torch.where(used, d_k, d_one))
+    return None, aux
 
 
 def rows_torch(
@@ -230,7 +233,9 @@ def rows_torch(
     return lse, -(r * log_r).sum(-1)
 
 
-def _bend(a: Tensor, bias: Tensor | None, scales: Scales, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _bend(
+    a: Tensor, bias: Tensor | None, scales: Scales, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor | float]:
     """z and dz/da of raw logits, or of their columns ids [t, k]. -inf says "no such token", and stays."""
     if ids is not None:
         a, bias = a.gather(1, ids), None if bias is None else bias[ids]
@@ -239,7 +244,7 @@ def _bend(a: Tensor, bias: Tensor | None, scales: Scales, ids: Tensor | None = N
     x = x if bias is None else x + bias
     slope = logit_scale / temperature
     if softcap is None:
-        return x * slope, torch.full_like(x[:, :1], slope)
+        return x * slope, slope
     bent = torch.tanh(x * (logit_scale / softcap))
     return torch.where(x == -math.inf, -math.inf, bent * (softcap / temperature)), (1 - bent * bent) * slope
 

@@ -1,6 +1,6 @@
 """The work of `linear_loss` on whole rows of logits as one Triton kernel: their statistics and gradient.
 
-A row is read for its statistics, then again, from its end, which is still in the L2 cache, and overwritten.
+A row is read for its statistics, then again, and overwritten: three times through memory, at a copy's rate.
 """
 
 # pyright: reportInvalidTypeForm=false, reportIndexIssue=false
@@ -28,9 +28,9 @@ def rows_triton(
     lse: Tensor | None = None,
     coef: tuple[Tensor, Tensor, Tensor] | None = None,
     *,
-    lanes: int = 1024,
-    warps: int = 16,
-    stages: int = 3,
+    lanes: int = 2048,
+    warps: int = 32,
+    stages: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and entropy [t] of the rows of z, from raw logits a; their gradient into da, unless None.
 
@@ -61,7 +61,7 @@ def rows_triton(
             GIVEN=coef is not None, BIAS=bias is not None, CAP=softcap is not None, VOCAB=a.shape[1],
             LANES=lanes, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-    return lse.masked_fill(lse < -1e29, -math.inf), entropy
+    return lse, entropy
 
 
 def has_triton(device: torch.device) -> bool:
@@ -87,7 +87,8 @@ def _absorb(v, top, mass, tilt, k):
     """Takes [LANES, 8] values into each lane's maximum, sum of 2^x and sum of 2^x x, x = (v - top) k."""
     v = tl.maximum(v, -1e30, propagate_nan=tl.PropagateNan.ALL)
     new = tl.maximum(top, tl.max(v, 1))
-    x = v * k - (new * k)[:, None]
+    # v k - new k is not 0 in one fused operation: of a lane of -1e30 it would be 1e23, of either sign
+    x = v * k - tl.where(new == -1e30, 0.0, new * k)[:, None]
     e, fall = tl.exp2(x), (top - new) * k
     shrink = tl.exp2(fall)
     return new, shrink * mass + tl.sum(e, 1), shrink * (tilt + mass * fall) + tl.sum(e * x, 1)
@@ -131,9 +132,9 @@ def _rows_kernel(
         peak = tl.max(top, 0)
         fall = (top - peak) * k
         tilt = tl.sum(tl.exp2(fall) * (tilt + mass * fall), 0)
-        mass = tl.sum(tl.exp2(fall) * mass, 0)
+        mass = tl.where(peak == -1e30, 1.0, tl.sum(tl.exp2(fall) * mass, 0))  # any, if there is no token
         log_mass = peak * k + tl.log2(mass)
-        tl.store(lse_ptr + row, log_mass * 0.6931471805599453)
+        tl.store(lse_ptr + row, tl.where(peak == -1e30, float("-inf"), log_mass * 0.6931471805599453))
         tl.store(h_ptr + row, (tl.log2(mass) - tilt / mass) * 0.6931471805599453)
     else:
         log_mass = tl.maximum(tl.load(lse_ptr + row), -1e30) * 1.4426950408889634
@@ -144,7 +145,8 @@ def _rows_kernel(
             c1 = tl.load(c1_ptr + row) * 0.6931471805599453
         else:
             log_mass -= tl.log2(scale)
-        if VOCAB % STEP:  # from the end, which is still in the cache
+        tl.debug_barrier()  # v_y is read, then written over
+        if VOCAB % STEP:  # from the end, where the cache may still have it
             col = WHOLE * STEP + cols
             v = _read(a_ptr, bias_ptr, col, pre, VOCAB, False, BIAS, CAP)
             d = _slope(v, log_mass, k, c0, c1, scale, GIVEN, CAP)

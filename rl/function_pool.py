@@ -1,0 +1,280 @@
+"""Processes that call a user's reward function and can be killed.
+
+Workers are fresh interpreters, each the leader of a session, so that one signal reaches whatever a function has
+forked. `subprocess` starts them and not `multiprocessing`, which would import the parent's main module (in a Ray
+actor: Ray itself) again in every worker and leave its resource tracker running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any
+
+from rl.function_worker import SIZE, WHY
+from rl.functions import Rated
+from rl.types import InfraFail, Prompt
+
+SAID = 4096  # bytes of its last output that are kept of each worker
+REAP = 5.0  # seconds that a killed process gets to vanish
+
+# For `python -c`: running the file itself would put its folder first on the path, whose types.py hides the stdlib's.
+WORKER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from rl.function_worker import serve
+serve(int(sys.argv[1]))
+"""
+
+# Reads process groups, one a line; the second mention takes a group off again. Its input ends when the parent dies,
+# in whatever way: then it kills the groups that are left.
+WARDEN = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin.buffer:
+    groups ^= {int(line)}
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+class NoAnswer(RuntimeError):
+    """A worker did not answer: it took too long, died, or could not be started."""
+
+
+class FunctionPool:
+    """`workers` processes that call one reward function, each call under a deadline.
+
+    Whatever a function does concerns its own call only: it may print, raise, exit, fork, spin, exhaust memory. A
+    worker that does not answer in time, or dies, is killed with its process group, and the next call starts another
+    one. All of them die with this process, however it ends. Out of reach is only a descendant that made itself a
+    group of its own.
+
+    Args:
+      spec: "path/to/file.py:name"; see `load` and `adapt`.
+      workers: calls at a time.
+      deadline: seconds for a call.
+      load_deadline: seconds for starting a worker and importing the file.
+      memory_gb: GB of data (RLIMIT_DATA) of each process, beyond which it gets MemoryError; None for no limit.
+      fixed: further arguments of the function, by name.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        workers: int,
+        deadline: float,
+        load_deadline: float = 60.0,
+        memory_gb: float | None = 8.0,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
+        if workers < 1 or not 0 < deadline < math.inf or not 0 < load_deadline < math.inf:
+            raise ValueError(
+                "FunctionPool: expected workers >= 1 and finite deadlines > 0, got "
+                f"workers={workers}, deadline={deadline}, load_deadline={load_deadline}"
+            )
+        self.spec, self.workers, self.deadline, self.load_deadline = spec, workers, deadline, load_deadline
+        memory = None if memory_gb is None else int(memory_gb * 1e9)
+        self._first = pickle.dumps((spec, memory, dict(fixed or {})))
+        self._gate = asyncio.Semaphore(workers)
+        self._live: list[_Worker] = []
+        self._idle: list[_Worker] = []
+        self._warden: subprocess.Popen[bytes] | None = None
+        self._running = False
+
+    async def start(self) -> None:
+        """Raises ValueError if the function cannot be loaded or called, NoAnswer if loading it takes too long or ends
+        the process. Nothing is left running then."""
+        self._warden = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", WARDEN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,  # out of reach of Ctrl-C
+        )
+        self._running = True
+        try:
+            self._idle += await asyncio.gather(*(self._launch() for _ in range(self.workers)))
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Rated]:
+        """(outcome, metrics) of each text: one call for each, up to `workers` at a time."""
+        return await asyncio.gather(*(self._rate(pickle.dumps((prompt, text))) for text in texts))
+
+    async def stop(self) -> None:
+        """End every process. Calls under way, and those that come later, are InfraFail."""
+        self._running = False
+        self._idle.clear()
+        await asyncio.gather(*(self._end(worker) for worker in self._live))
+        if self._warden is not None:
+            _input(self._warden).close()
+            await _reaped(self._warden)
+
+    @property
+    def printed(self) -> str:
+        """The last of what the function printed in each of the workers."""
+        return "".join(worker.said.decode(errors="replace") for worker in self._live)
+
+    async def _rate(self, request: bytes) -> Rated:
+        async with self._gate:
+            try:
+                worker = await self._take()
+                rated = pickle.loads(await self._ask(worker, request, self.deadline))
+            except (NoAnswer, ValueError) as error:
+                return InfraFail(f"{self.spec}: {error}"), {}
+            self._idle.append(worker)
+            return rated
+
+    async def _take(self) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.gone:
+                return worker
+            await self._end(worker)
+        return await self._launch()
+
+    async def _launch(self) -> _Worker:
+        if not self._running:
+            raise NoAnswer("the pool is not running")
+        try:
+            worker = _Worker(self.spec)
+            self._live.append(worker)
+            self._toggle(worker)
+        except OSError as error:
+            raise NoAnswer(f"no process could be started: {error}") from error
+        problem = await self._ask(worker, self._first, self.load_deadline)
+        if problem:
+            await self._end(worker)
+            raise ValueError(f"could not be loaded: {problem.decode()}")
+        return worker
+
+    async def _ask(self, worker: _Worker, request: bytes, seconds: float) -> bytes:
+        """The worker's answer. A worker that gives none, or is not waited for any longer, is ended."""
+        answer = None
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await worker.ask(request)
+        except TimeoutError:
+            raise NoAnswer(f"no answer within the deadline of {seconds:g} s") from None
+        except (EOFError, OSError):
+            raise NoAnswer(await self._end(worker) if self._running else "the pool was stopped") from None
+        finally:
+            if answer is None:
+                await self._end(worker)
+        return answer
+
+    async def _end(self, worker: _Worker) -> str:
+        """How it ended, in words."""
+        worker.kill()
+        if worker in self._live:
+            self._live.remove(worker)
+            self._toggle(worker)
+        return await worker.end()
+
+    def _toggle(self, worker: _Worker) -> None:
+        """Tell the warden of a new worker, or that an old one is dead. Raises OSError if there is no warden."""
+        assert self._warden is not None
+        _input(self._warden).write(f"{worker.process.pid}\n".encode())
+
+
+class _Worker:
+    """A process, our end of the pipe to it, and the last of what it printed."""
+
+    def __init__(self, spec: str) -> None:
+        self.sock, theirs = socket.socketpair()
+        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self.said = b""
+        fd = theirs.fileno()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", WORKER, str(fd), json.dumps(sys.path), spec],  # spec: for `ps`
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                pass_fds=[fd],
+                start_new_session=True,
+                env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # the processes are the parallelism
+            )
+        assert self.process.stdout is not None
+        self.output = self.process.stdout
+        os.set_blocking(self.output.fileno(), False)
+        asyncio.get_running_loop().add_reader(self.output.fileno(), self._listen)
+
+    def _listen(self) -> None:
+        with suppress(BlockingIOError):
+            chunk = os.read(self.output.fileno(), 1 << 16)
+            self.said = (self.said + chunk)[-SAID:]
+            if not chunk:
+                asyncio.get_running_loop().remove_reader(self.output.fileno())
+
+    @property
+    def gone(self) -> bool:
+        """It ended, or closed its pipe, between two calls."""
+        return self.streams is None or self.streams[0].at_eof() or self.streams[0].exception() is not None
+
+    async def ask(self, request: bytes) -> bytes:
+        if self.streams is None:
+            self.streams = await asyncio.open_connection(sock=self.sock)
+        reader, writer = self.streams
+        writer.write(SIZE.pack(len(request)) + request)
+        await writer.drain()
+        (size,) = SIZE.unpack(await reader.readexactly(SIZE.size))
+        return await reader.readexactly(size)
+
+    def kill(self) -> None:
+        """The whole group, before its leader is reaped: only until then is the number certainly its own."""
+        if self.process.returncode is None:
+            with suppress(
+                ProcessLookupError, PermissionError
+            ):  # PermissionError: macOS, when only zombies are left
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def end(self) -> str:
+        """Reap the process and close what connects us. How it ended, in words."""
+        await _reaped(self.process)
+        if not self.output.closed:
+            self._listen()
+            asyncio.get_running_loop().remove_reader(self.output.fileno())
+            self.output.close()
+            self.streams[1].transport.abort() if self.streams else self.sock.close()
+        code, said = self.process.returncode, self.said[-WHY:].decode(errors="replace").strip()
+        return _ending(code) + (f"; the last it printed: {said}" if said else "")
+
+
+def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdin is not None
+    return process.stdin
+
+
+async def _reaped(process: subprocess.Popen[bytes]) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(REAP):
+            while process.poll() is None:
+                await asyncio.sleep(0.005)
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "its process was killed and does not end"
+    if code == -signal.SIGKILL:
+        return "it closed its pipe to the pool, or was killed from outside (out of memory?)"
+    if code < 0:
+        return f"its process was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"its process ended with exit code {code}"
