@@ -1,8 +1,8 @@
 """Processes that call a user's reward function and can be killed.
 
-Workers are fresh interpreters, each the leader of a session, so that one signal reaches whatever a function has
-forked. `subprocess` starts them and not `multiprocessing`, which would import the parent's main module (in a Ray
-actor: Ray itself) again in every worker and leave its resource tracker running.
+Workers are fresh interpreters, each the leader of a session, so that one signal reaches whatever a function
+has forked. `subprocess` starts them and not `multiprocessing`, which would import the parent's main module (in
+a Ray actor: Ray itself) in every worker, and leave its resource tracker running.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import Any
 
 from rl.function_worker import SIZE, WHY
 from rl.functions import Rated
@@ -27,7 +27,7 @@ from rl.types import InfraFail, Prompt
 SAID = 4096  # bytes of its last output that are kept of each worker
 REAP = 5.0  # seconds that a killed process gets to vanish
 
-# For `python -c`: running the file itself would put its folder first on the path, whose types.py hides the stdlib's.
+# For `python -c`: as a script, the file would put its folder on the path, and types.py hide the stdlib's.
 WORKER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -35,8 +35,8 @@ from rl.function_worker import serve
 serve(int(sys.argv[1]))
 """
 
-# Reads process groups, one a line; the second mention takes a group off again. Its input ends when the parent dies,
-# in whatever way: then it kills the groups that are left.
+# Reads process groups, one a line; a second mention takes a group off again. Its input ends when the parent
+# dies, in whatever way: then it kills the groups that are left.
 WARDEN = """
 import os, signal, sys
 groups = set()
@@ -57,17 +57,17 @@ class NoAnswer(RuntimeError):
 class FunctionPool:
     """`workers` processes that call one reward function, each call under a deadline.
 
-    Whatever a function does concerns its own call only: it may print, raise, exit, fork, spin, exhaust memory. A
-    worker that does not answer in time, or dies, is killed with its process group, and the next call starts another
-    one. All of them die with this process, however it ends. Out of reach is only a descendant that made itself a
-    group of its own.
+    What a function does concerns its own call only: it may print, raise, exit, fork, spin, exhaust memory. A
+    worker that dies, or does not answer in time, is killed with its process group, and the next call starts
+    another. All of them die with this process, however it ends. Out of reach is only a descendant that made
+    itself a group of its own.
 
     Args:
       spec: "path/to/file.py:name"; see `load` and `adapt`.
       workers: calls at a time.
       deadline: seconds for a call.
       load_deadline: seconds for starting a worker and importing the file.
-      memory_gb: GB of data (RLIMIT_DATA) of each process, beyond which it gets MemoryError; None for no limit.
+      memory_gb: GB of data (RLIMIT_DATA) of each process, beyond which it gets MemoryError; None: no limit.
       fixed: further arguments of the function, by name.
     """
 
@@ -96,16 +96,9 @@ class FunctionPool:
         self._running = False
 
     async def start(self) -> None:
-        """Raises ValueError if the function cannot be loaded or called, NoAnswer if loading it takes too long or ends
-        the process. Nothing is left running then."""
-        self._warden = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", WARDEN],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,  # out of reach of Ctrl-C
-        )
+        """Raises ValueError if the function cannot be loaded or called, NoAnswer if loading takes too long or
+        ends the process; nothing is left running then."""
+        self._warden = _new_warden()
         self._running = True
         try:
             self._idle += await asyncio.gather(*(self._launch() for _ in range(self.workers)))
@@ -123,7 +116,8 @@ class FunctionPool:
         self._idle.clear()
         await asyncio.gather(*(self._end(worker) for worker in self._live))
         if self._warden is not None:
-            _input(self._warden).close()
+            assert self._warden.stdin is not None
+            self._warden.stdin.close()
             await _reaped(self._warden)
 
     @property
@@ -137,7 +131,7 @@ class FunctionPool:
                 worker = await self._take()
                 rated = pickle.loads(await self._ask(worker, request, self.deadline))
             except (NoAnswer, ValueError) as error:
-                return InfraFail(f"{self.spec}: {error}"), {}
+                return InfraFail(str(error)), {}
             self._idle.append(worker)
             return rated
 
@@ -151,33 +145,34 @@ class FunctionPool:
 
     async def _launch(self) -> _Worker:
         if not self._running:
-            raise NoAnswer("the pool is not running")
+            raise NoAnswer(f"{self.spec}: the pool is not running")
         try:
             worker = _Worker(self.spec)
             self._live.append(worker)
             self._toggle(worker)
         except OSError as error:
-            raise NoAnswer(f"no process could be started: {error}") from error
-        problem = await self._ask(worker, self._first, self.load_deadline)
+            raise NoAnswer(f"{self.spec}: no process could be started: {error}") from error
+        problem = await self._ask(worker, self._first, self.load_deadline, "loading it: ")
         if problem:
             await self._end(worker)
-            raise ValueError(f"could not be loaded: {problem.decode()}")
+            raise ValueError(f"{self.spec} could not be loaded: {problem.decode()}")
         return worker
 
-    async def _ask(self, worker: _Worker, request: bytes, seconds: float) -> bytes:
+    async def _ask(self, worker: _Worker, request: bytes, seconds: float, doing: str = "") -> bytes:
         """The worker's answer. A worker that gives none, or is not waited for any longer, is ended."""
-        answer = None
         try:
             async with asyncio.timeout(seconds):
-                answer = await worker.ask(request)
+                return await worker.ask(request)
         except TimeoutError:
-            raise NoAnswer(f"no answer within the deadline of {seconds:g} s") from None
+            await self._end(worker)
+            why = f"no answer within the deadline of {seconds:g} s"
         except (EOFError, OSError):
-            raise NoAnswer(await self._end(worker) if self._running else "the pool was stopped") from None
-        finally:
-            if answer is None:
-                await self._end(worker)
-        return answer
+            ending = await self._end(worker)
+            why = ending if self._running else "the pool was stopped"
+        except asyncio.CancelledError:
+            await self._end(worker)
+            raise
+        raise NoAnswer(f"{self.spec}: {doing}{why}")
 
     async def _end(self, worker: _Worker) -> str:
         """How it ended, in words."""
@@ -188,9 +183,15 @@ class FunctionPool:
         return await worker.end()
 
     def _toggle(self, worker: _Worker) -> None:
-        """Tell the warden of a new worker, or that an old one is dead. Raises OSError if there is no warden."""
+        """Tell the warden of a new worker, or of one that is dead."""
         assert self._warden is not None
-        _input(self._warden).write(f"{worker.process.pid}\n".encode())
+        try:
+            _tell(self._warden, worker)
+        except BrokenPipeError:  # someone ended the warden: another takes over
+            self._warden.wait()
+            self._warden = _new_warden()
+            for live in self._live:
+                _tell(self._warden, live)
 
 
 class _Worker:
@@ -203,7 +204,7 @@ class _Worker:
         fd = theirs.fileno()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", WORKER, str(fd), json.dumps(sys.path), spec],  # spec: for `ps`
+                [sys.executable, "-Puc", WORKER, str(fd), json.dumps(sys.path), spec],  # spec: for `ps`
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -241,9 +242,7 @@ class _Worker:
     def kill(self) -> None:
         """The whole group, before its leader is reaped: only until then is the number certainly its own."""
         if self.process.returncode is None:
-            with suppress(
-                ProcessLookupError, PermissionError
-            ):  # PermissionError: macOS, when only zombies are left
+            with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, of zombies
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def end(self) -> str:
@@ -258,9 +257,20 @@ class _Worker:
         return _ending(code) + (f"; the last it printed: {said}" if said else "")
 
 
-def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    assert process.stdin is not None
-    return process.stdin
+def _new_warden() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-ISc", WARDEN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        start_new_session=True,  # out of reach of Ctrl-C
+    )
+
+
+def _tell(warden: subprocess.Popen[bytes], worker: _Worker) -> None:
+    assert warden.stdin is not None
+    warden.stdin.write(f"{worker.process.pid}\n".encode())
 
 
 async def _reaped(process: subprocess.Popen[bytes]) -> None:

@@ -25,16 +25,15 @@ SIZE = struct.Struct("!Q")  # bytes of the message that follows
 
 
 def serve(fd: int) -> None:
-    """A worker's life: load the function, then answer one request after the other until the pool closes the pipe."""
+    """A worker's life: load the function, then answer one request after the other until the socket closes."""
     os.set_inheritable(fd, False)
-    os.register_at_fork(
-        after_in_child=partial(os.close, fd)
-    )  # a child must not hold the pipe open when we are gone
+    # A child of the function must not hold the socket open: its closing tells the pool that we are gone.
+    os.register_at_fork(after_in_child=partial(os.close, fd))
     sock, out, me = socket.socket(fileno=fd), os.dup(1), os.getpid()
     requests = sock.makefile("rb")
 
     def answer(data: bytes) -> None:
-        if os.getpid() != me:  # a child that the function forked, and that came out of it like its parent
+        if os.getpid() != me:  # a child that the function forked came out of it, like its parent
             os._exit(0)
         _tidy(out)
         sock.sendall(SIZE.pack(len(data)) + data)
@@ -44,7 +43,7 @@ def serve(fd: int) -> None:
     try:
         rate = adapt(load(spec), **fixed)
     except BaseException as error:  # whatever users' files do when they are imported
-        answer(_why(error).encode())
+        answer(_why(error).encode(errors="backslashreplace"))
         os._exit(1)
     answer(b"")
     while request := _receive(requests):
@@ -78,7 +77,7 @@ def _why(error: BaseException) -> str:
 
 
 def _tidy(out: int) -> None:
-    """What a call may have left behind must not reach the next one: a running alarm, closed or replaced streams."""
+    """Keep from the next call what this one may have left: a running alarm, streams closed or replaced."""
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     for fd in (1, 2):
         os.dup2(out, fd)

@@ -1,5 +1,7 @@
-"""Users' reward functions: found in a file, called in either signature, read as typed outcomes. Where they run is
-`rl/function_pool.py`."""
+"""Users' reward functions: found in a file, called in either signature, read as typed outcomes.
+
+Nothing of a user's runs in the controller: `rl/function_pool.py` calls it in processes that can be killed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import reprlib
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from numbers import Complex, Real
 from pathlib import Path
@@ -25,10 +28,10 @@ TEXT = 4096  # characters of a text metric that are kept
 
 
 def load(spec: str) -> Callable[..., Any]:
-    """The function that "path/to/file.py:name" names. The file is run anew, under a module name of its own, and
-    its folder is put first on the import path.
+    """The function that "path/to/file.py:name" names.
 
-    Raises ValueError if there is no such file or function; what the file itself raises gets a note naming it.
+    The file is run anew, under a module name of its own, with its folder first on the import path. Raises
+    ValueError if there is no such file or function; what the file itself raises gets a note naming it.
     """
     where, colon, name = spec.rpartition(":")
     path = Path(where).expanduser().resolve()
@@ -50,9 +53,7 @@ def load(spec: str) -> Callable[..., Any]:
         raise
     function = getattr(module, name, None)
     if not callable(function):
-        own = [
-            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name
-        ]
+        own = [n for n, v in vars(module).items() if callable(v) and v.__module__ == module_name]
         raise ValueError(f"load: no function {name!r} in {path}; it has {', '.join(own) or 'none'}")
     return function
 
@@ -70,29 +71,27 @@ def _verl(prompt: Prompt, text: str) -> dict[str, Any]:
     }
 
 
-def adapt(function: Callable[..., Any], **fixed: Any) -> Callable[[Prompt, str], Any]:
+def adapt(function: Callable[..., Any], /, **fixed: Any) -> Callable[[Prompt, str], Any]:
     """(prompt, completion's text) → what the function returns, for a function of either signature:
 
-        (prompt, completion, answer, extra)
-        (data_source, solution_str, ground_truth, extra_info, **kwargs)    as in verl; data_source = prompt.key
+      (prompt, completion, answer, extra)
+      (data_source, solution_str, ground_truth, extra_info, **kwargs)    verl's; data_source = prompt.key
 
-    Arguments go by name; `fixed` ones are added and come first. The coroutine of an async function is run to its
-    end, on one event loop for all calls. Raises ValueError for any other signature.
+    Arguments go by name; `fixed` ones are added, and win. An async function is run to its end, on one event
+    loop for all calls. Raises ValueError for any other signature.
     """
     signature = inspect.signature(function)
     arguments = _verl if "solution_str" in signature.parameters else _ours
     try:
         signature.bind(**{**arguments(Prompt(ids=(), text=""), ""), **fixed})
-        named = {"solution_str", "completion"} & signature.parameters.keys()
+        if not {"completion", "solution_str"} & signature.parameters.keys():
+            raise TypeError("no argument is named completion or solution_str")
     except TypeError as error:
-        named, why = set(), f": {error}"
-    else:
-        why = ""
-    if not named:
         raise ValueError(
-            "adapt: expected a function (prompt, completion, answer, extra) or verl's (data_source, solution_str, "
-            f"ground_truth, extra_info, **kwargs), got {getattr(function, '__name__', 'one')}{signature}{why}"
-        )
+            "adapt: expected a function (prompt, completion, answer, extra) or verl's (data_source, "
+            "solution_str, ground_truth, extra_info, **kwargs), got "
+            f"{getattr(function, '__name__', 'one')}{signature}: {error}"
+        ) from None
     runner = asyncio.Runner()
 
     def rate(prompt: Prompt, text: str) -> Any:
@@ -109,9 +108,9 @@ async def _finish(value: Any) -> Any:
 def read(value: Any) -> Rated:
     """The outcome and the metrics in what a reward function returned.
 
-    A finite number (bool, numpy scalar, tensor of one element) is a Score, not bounded to [0, 1]; None is an
-    Abstain; a dict is read by its "score", its other keys are metrics: numbers, texts, and the repr of anything
-    else; those that are None are left out. All else is a ParseFail with status nan, inf, string, list, complex,
+    A finite number (also a bool, a numpy scalar, a tensor of one element) is a Score, of any size; None is an
+    Abstain. A dict is read by its "score"; its other keys are metrics: numbers, texts, the repr of anything
+    else, and nothing for None. All else is a ParseFail, with status nan, inf, string, list, complex,
     not_one_element, no_score or not_a_number.
     """
     if not isinstance(value, Mapping):
@@ -156,13 +155,15 @@ def _number(value: Any) -> float | str:
 
 
 def _metric(value: Any) -> float | str | bool:
-    value = _scalar(value)
-    if isinstance(value, bool | float):
-        return value
-    if isinstance(value, str):
-        return value[:TEXT]
-    number = _number(value)
-    return reprlib.repr(value) if isinstance(number, str) else number
+    match _scalar(value):
+        case bool(flag):
+            return flag
+        case str(text):
+            return text[:TEXT]
+        case Real() | Decimal() as number:
+            with suppress(OverflowError):
+                return float(number)
+    return reprlib.repr(value)
 
 
 def union(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
