@@ -41,15 +41,6 @@ class Built:
     folder: Path
     numbers: Mapping[str, float]
 
-    @property
-    def report(self) -> str:
-        """The numbers in one line."""
-        return ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in self.numbers.items())
-
-
-def _short(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-
 
 def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "viva"
