@@ -50,7 +50,7 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         ),
         (
             loss.policy != 0 and not cfg.uses_reward and not (cfg.uses_teachers and sampled_only),
-            "loss.policy needs an advantage: set reward.judge or reward.rule, or distil with "
+            "loss.policy needs an advantage: set reward.judge, reward.rule or reward.fn, or distil with "
             "loss.distill_form advantage, or set loss.policy 0",
         ),
         (
@@ -70,6 +70,16 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
             cfg.uses_judge and "{candidate}" not in cfg.judge.template,
             "judge.template must contain {candidate}",
         ),
+        (
+            bool(cfg.reward.fn_weights) and len(cfg.reward.fn_weights) != len(cfg.reward.fn),
+            f"reward.fn_weights has {len(cfg.reward.fn_weights)} weights for {len(cfg.reward.fn)} functions",
+        ),
+        (
+            any(":" not in spec for spec in cfg.reward.fn),
+            f'reward.fn: write each function as "path/to/file.py:name", got {cfg.reward.fn}',
+        ),
+        (cfg.reward.fn_workers < 1, f"reward.fn_workers must be >= 1, got {cfg.reward.fn_workers}"),
+        (cfg.reward.fn_deadline <= 0, f"reward.fn_deadline must be > 0, got {cfg.reward.fn_deadline}"),
         (cfg.data.held_out < 0, f"data.held_out must be >= 0, got {cfg.data.held_out}"),
         *_loss_rules(cfg),
         *_teacher_rules(cfg),

@@ -81,7 +81,23 @@ class Reward:
     """Weight of the generative judge's score, normalised to [0, 1]. 0: no judge is started."""
     rule: float = 0.0
     """Weight of the verifiable rule: 1 if the answer is right, else 0."""
-    rule_name: Literal["exact"] = "exact"
+    rule_name: Literal["exact", "gsm8k"] = "exact"
+    """exact: the text is the answer. gsm8k: its final number is the answer's (rl/rules.py)."""
+    fn: tuple[str, ...] = ()
+    """Your functions, each "path/to/file.py:name", with our signature or verl's (rl/functions.py)."""
+    fn_weights: tuple[float, ...] = ()
+    """One weight per function. Empty: 1 each."""
+    fn_workers: int = 2
+    """Processes of each function."""
+    fn_deadline: float = 10.0
+    """Seconds of one call; a call that takes longer is killed, and the reward is missing."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Producer → weight, of those that are used; a function goes by its place, fn/0, fn/1, ..."""
+        weights = self.fn_weights or (1.0,) * len(self.fn)
+        named = {"judge": self.judge, "rule": self.rule, **{f"fn/{i}": w for i, w in enumerate(weights)}}
+        return {name: weight for name, weight in named.items() if weight}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +294,7 @@ class Config:
 
     @property
     def uses_reward(self) -> bool:
-        return self.loss.policy != 0 and (self.reward.judge != 0 or self.reward.rule != 0)
+        return self.loss.policy != 0 and bool(self.reward.weights)
 
     @property
     def uses_reference(self) -> bool:

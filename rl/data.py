@@ -34,8 +34,9 @@ class Row:
 
 
 def read_jsonl(path: str | Path) -> list[Row]:
-    """Rows of {"prompt": text, "answer"?: text, "key"?: text, ...more}. Raises DataError naming file and
-    line."""
+    """Rows of {"prompt": text, "answer"?: text, "key"?: text, ...more}. GSM8K is read as it ships: without
+    "prompt", a "question" is the prompt, and the key is "gsm8k" if none is given. Raises DataError naming
+    file and line."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"data.file: there is no file {path}")
@@ -56,9 +57,11 @@ def _row(line: str, where: str) -> Row:
         raise DataError(f"{where}: not JSON ({error})") from None
     if not isinstance(data, dict):
         raise DataError(f'{where}: expected an object like {{"prompt": ...}}, got {type(data).__name__}')
-    text, answer, key = data.pop("prompt", None), data.pop("answer", None), data.pop("key", "")
+    shipped = "question" in data and "prompt" not in data  # GSM8K: {"question", "answer"}
+    field, key = ("question", "gsm8k") if shipped else ("prompt", "")
+    text, answer, key = data.pop(field, None), data.pop("answer", None), data.pop("key", key)
     if not isinstance(text, str) or not text:
-        raise DataError(f'{where}: "prompt" must be a text that is not empty, got {text!r}')
+        raise DataError(f'{where}: "{field}" must be a text that is not empty, got {text!r}')
     if answer is not None and not isinstance(answer, str | int | float):
         raise DataError(f'{where}: "answer" must be a text or a number, got {type(answer).__name__}')
     if not isinstance(key, str):

@@ -26,6 +26,7 @@ class Group:
     metas: Sequence[SampleMeta]
     verdicts: Sequence[Verdict]  # of the judge; empty without one
     outcomes: Sequence[dict[str, Outcome]]  # producer → outcome, for each sample
+    told: Sequence[dict[str, Any]]  # what functions said beside their score, for each sample
     rewards: tuple[float | None, ...]
     tokens: Any
     teacher: Any = None
@@ -60,19 +61,19 @@ async def follow(
         return None
     mark("generate")
     texts = [meta.text for meta in metas]
-    (verdicts, outcomes), teacher, reference = await asyncio.gather(
+    (verdicts, outcomes, told), teacher, reference = await asyncio.gather(
         _rate(cfg, roles, prompt, texts, seeds, mark),
         _teach(cfg, roles, prompt, tokens, mark),
         _score(cfg, roles.reference, tokens),
     )
-    weights = {"judge": cfg.reward.judge, "rule": cfg.reward.rule}
     return Group(
         ordinal=ordinal,
         prompt=prompt,
         metas=metas,
         verdicts=verdicts,
         outcomes=outcomes,
-        rewards=tuple(combine(by_producer, weights) for by_producer in outcomes),
+        told=told,
+        rewards=tuple(combine(by_producer, cfg.reward.weights) for by_producer in outcomes),
         tokens=tokens,
         teacher=teacher,
         reference=reference,
@@ -86,23 +87,35 @@ async def _rate(
     texts: list[str],
     seeds: list[int],
     mark: Callable[[Kind], None],
-) -> tuple[Sequence[Verdict], list[dict[str, Outcome]]]:
-    """Judge and rule at the same time: (the judge's verdicts, producer → outcome for each sample)."""
-    wait, judge, rule = cfg.deadlines.judge, roles.judge, roles.rule
+) -> tuple[Sequence[Verdict], list[dict[str, Outcome]], list[dict[str, Any]]]:
+    """Judge, rule and functions at the same time: (the judge's verdicts, producer → outcome of each sample,
+    what functions told of each sample beside the score)."""
+    judge, producers = roles.judge, roles.producers()
+    wait = {name: cfg.deadlines.judge if name == "rule" else _longest_queue(cfg) for name in producers}
+    own = [fold_in(seed, "judge") for seed in seeds]
     verdicts, rated = await asyncio.gather(
-        judge.call("judge", prompt, texts, [fold_in(s, "judge") for s in seeds], deadline=wait)
-        if judge
-        else _none(),
-        rule.call("rate", prompt, texts, deadline=wait) if rule else _none(),
+        judge.call("judge", prompt, texts, own, deadline=cfg.deadlines.judge) if judge else _none(),
+        asyncio.gather(
+            *(p.call("rate", prompt, texts, deadline=wait[name]) for name, p in producers.items())
+        ),
     )
     outcomes: list[dict[str, Outcome]] = [{} for _ in texts]
+    told: list[dict[str, Any]] = [{} for _ in texts]
     for by_producer, verdict in zip(outcomes, verdicts, strict=False):
         by_producer["judge"] = verdict.outcome
-    for by_producer, outcome in zip(outcomes, rated, strict=False):
-        by_producer["rule"] = outcome
-    if judge or rule:
+    for name, ratings in zip(producers, rated, strict=True):
+        for i, (outcome, metrics) in enumerate(ratings):
+            outcomes[i][name] = outcome
+            told[i] |= {f"{name}/{key}": value for key, value in metrics.items()}
+    if judge or producers:
         mark("score")
-    return verdicts, outcomes
+    return verdicts, outcomes, told
+
+
+def _longest_queue(cfg: Config) -> float:
+    """Seconds until a function must have answered, if every call before ours takes all its time."""
+    calls = (cfg.staleness.max_age + 1) * cfg.trainer.prompts * cfg.sampler.samples
+    return cfg.deadlines.judge + cfg.reward.fn_deadline * calls / cfg.reward.fn_workers
 
 
 async def _none() -> tuple[()]:

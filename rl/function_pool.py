@@ -1,8 +1,8 @@
 """Processes that call a user's reward function and can be killed.
 
 Workers are fresh interpreters, each the leader of a session, so that one signal reaches whatever a function
-has forked. `subprocess` starts them and not `multiprocessing`, which would import the parent's main module (in
-a Ray actor: Ray itself) in every worker, and leave its resource tracker running.
+has forked. `subprocess` starts them, and not `multiprocessing`, which would import the parent's main module
+(in a Ray actor: Ray itself) in every worker, and leave its resource tracker running.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ serve(int(sys.argv[1]))
 """
 
 # Reads process groups, one a line; a second mention takes a group off again. Its input ends when the parent
-# dies, in whatever way: then it kills the groups that are left.
+# dies, in whatever way: then it kills the groups that are left. It is no child of its parent, since Ray kills
+# the children of an actor that it ends.
 WARDEN = """
 import os, signal, sys
+if os.fork():
+    os._exit(0)
 groups = set()
 for line in sys.stdin.buffer:
     groups ^= {int(line)}
@@ -90,7 +93,8 @@ class FunctionPool:
         memory = None if memory_gb is None else int(memory_gb * 1e9)
         self._first = pickle.dumps((spec, memory, dict(fixed or {})))
         self._gate = asyncio.Semaphore(workers)
-        self._live: list[_Worker] = []
+        self._live: list[_Worker] = []  # until reaped
+        self._guarded: set[int] = set()  # process groups that the warden knows
         self._idle: list[_Worker] = []
         self._warden: subprocess.Popen[bytes] | None = None
         self._running = False
@@ -98,7 +102,7 @@ class FunctionPool:
     async def start(self) -> None:
         """Raises ValueError if the function cannot be loaded or called, NoAnswer if loading takes too long or
         ends the process; nothing is left running then."""
-        self._warden = _new_warden()
+        self._warden = _new_warden(self.spec)
         self._running = True
         try:
             self._idle += await asyncio.gather(*(self._launch() for _ in range(self.workers)))
@@ -115,10 +119,9 @@ class FunctionPool:
         self._running = False
         self._idle.clear()
         await asyncio.gather(*(self._end(worker) for worker in self._live))
-        if self._warden is not None:
-            assert self._warden.stdin is not None
-            self._warden.stdin.close()
-            await _reaped(self._warden)
+        warden, self._warden = self._warden, None
+        if warden is not None:
+            await _dismiss(warden)
 
     @property
     def printed(self) -> str:
@@ -149,7 +152,7 @@ class FunctionPool:
         try:
             worker = _Worker(self.spec)
             self._live.append(worker)
-            self._toggle(worker)
+            self._toggle(worker.process.pid)
         except OSError as error:
             raise NoAnswer(f"{self.spec}: no process could be started: {error}") from error
         problem = await self._ask(worker, self._first, self.load_deadline, "loading it: ")
@@ -177,21 +180,23 @@ class FunctionPool:
     async def _end(self, worker: _Worker) -> str:
         """How it ended, in words."""
         worker.kill()
+        if worker.process.pid in self._guarded:
+            self._toggle(worker.process.pid)
+        ending = await worker.end()
         if worker in self._live:
             self._live.remove(worker)
-            self._toggle(worker)
-        return await worker.end()
+        return ending
 
-    def _toggle(self, worker: _Worker) -> None:
-        """Tell the warden of a new worker, or of one that is dead."""
+    def _toggle(self, group: int) -> None:
+        """Tell the warden of a new group, or that a known one is dead."""
         assert self._warden is not None
+        self._guarded ^= {group}
         try:
-            _tell(self._warden, worker)
+            _tell(self._warden, group)
         except BrokenPipeError:  # someone ended the warden: another takes over
-            self._warden.wait()
-            self._warden = _new_warden()
-            for live in self._live:
-                _tell(self._warden, live)
+            self._warden = _new_warden(self.spec)
+            for known in self._guarded:
+                _tell(self._warden, known)
 
 
 class _Worker:
@@ -257,20 +262,34 @@ class _Worker:
         return _ending(code) + (f"; the last it printed: {said}" if said else "")
 
 
-def _new_warden() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-ISc", WARDEN],
+def _new_warden(spec: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-ISc", WARDEN, spec],  # spec: for `ps`
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         bufsize=0,
         start_new_session=True,  # out of reach of Ctrl-C
     )
+    process.wait()  # it has forked
+    return process
 
 
-def _tell(warden: subprocess.Popen[bytes], worker: _Worker) -> None:
+def _tell(warden: subprocess.Popen[bytes], group: int) -> None:
     assert warden.stdin is not None
-    warden.stdin.write(f"{worker.process.pid}\n".encode())
+    warden.stdin.write(f"{group}\n".encode())
+
+
+async def _dismiss(warden: subprocess.Popen[bytes]) -> None:
+    """Not being our child, its end shows as that of its output."""
+    assert warden.stdin is not None and warden.stdout is not None
+    warden.stdin.close()
+    os.set_blocking(warden.stdout.fileno(), False)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(REAP):
+            while warden.stdout.read() is None:
+                await asyncio.sleep(0.005)
+    warden.stdout.close()
 
 
 async def _reaped(process: subprocess.Popen[bytes]) -> None:

@@ -39,6 +39,9 @@ def launch(cfg: Config, *, only_plan: bool, resume: str | None) -> int:
     with Display(cfg.trainer.steps) as show, ExitStack() as stack:
         try:
             rows = read_rows(cfg)
+            for spec in cfg.reward.fn:
+                if not Path(spec.rpartition(":")[0]).is_file():
+                    raise ConfigError(f"reward.fn: there is no file {spec.rpartition(':')[0]}")
             nodes = local_nodes()
             if cfg.ray.address is not None:
                 from rl.actors.cluster import cluster

@@ -103,7 +103,7 @@ class Loop:
                     "load", lambda rank: (resume, self.version), deadline=config.deadlines.train
                 )
 
-        pools = [*self.roles.engines().values(), *([self.roles.rule] if self.roles.rule else [])]
+        pools = [*self.roles.engines().values(), *self.roles.producers().values()]
         async with asyncio.TaskGroup() as tasks:
             for pool in pools:
                 tasks.create_task(pool.all("start", deadline=wait))

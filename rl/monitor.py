@@ -13,6 +13,7 @@ from typing import Any
 
 from rl.engines.base import EngineStats
 from rl.follow import Group
+from rl.functions import union
 from rl.ledger import Ledger
 from rl.lessons import advantages
 from rl.rewards import exact, kinds
@@ -143,6 +144,7 @@ class Monitor:
             **{f"idle/{name}": 1 - share for name, share in self.busy.items()},
             "idle/trainer": max(0.0, 1 - self.trainer_busy / (now - self.began)),
             **self._judge(),
+            **_told([told for g in groups for told in g.told]),
         }
         self.outcomes = Counter()
         return values
@@ -204,3 +206,15 @@ class Monitor:
             if self.dropped_lengths and self.trained_lengths
             else None,
         }
+
+
+def _told(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means of the numbers that users' functions told beside their scores, and how many samples lack one."""
+    values: dict[str, float] = {}
+    for name, column in union(rows).items():
+        numbers = [float(x) for x in column if isinstance(x, int | float)]
+        if numbers:
+            values[f"reward/{name}"] = fmean(numbers)
+            if len(numbers) < len(column):
+                values[f"reward/{name}_missing"] = 1 - len(numbers) / len(column)
+    return values

@@ -164,7 +164,8 @@ def describe(cfg: Config) -> list[str]:
             ratio = "π_prox / μ" if fix.prox == "loglinear" else "π / μ"
             mean = ", divided by its mean" if fix.normalise else ""
             lines.append(f"weight = {fix.weight}({ratio}) by {fix.level}{mean}, a constant")
-        terms = [f"{w:g} {name}" for name, w in (("judge", cfg.reward.judge), ("rule", cfg.reward.rule)) if w]
+        called = {f"fn/{i}": spec.rpartition("/")[2] for i, spec in enumerate(cfg.reward.fn)}
+        terms = [f"{weight:g} {called.get(name, name)}" for name, weight in cfg.reward.weights.items()]
         if terms:
             measured = {"grpo": "(r - mean_group) / (std_group + 1e-6)", "dr_grpo": "r - mean_group"}
             against = measured.get(loss.advantage, loss.advantage)

@@ -55,6 +55,7 @@ def replicas(cfg: Config) -> dict[str, int]:
         wanted["judge"] = cfg.judge.replicas
     if cfg.reward.rule:
         wanted["rule"] = 1
+    wanted |= {name: 1 for name in cfg.reward.weights if name.startswith("fn/")}
     if cfg.uses_teachers:
         wanted |= {f"teacher/{name}": teacher.replicas for name, teacher in cfg.teachers.items()}
     if cfg.uses_reference:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from rl.rules import gsm8k
 from rl.types import Abstain, InfraFail, Outcome, ParseFail, Prompt, Score
 
 Rule = Callable[[Prompt, str], Outcome]
@@ -18,7 +19,7 @@ def exact(prompt: Prompt, text: str) -> Outcome:
     return Score(float(text.strip() == prompt.answer.strip()))
 
 
-RULES: Mapping[str, Rule] = {"exact": exact}
+RULES: Mapping[str, Rule] = {"exact": exact, "gsm8k": gsm8k}
 
 
 def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> float | None:

@@ -103,8 +103,13 @@ class Roles:
     sampler: Pool
     judge: Pool | None = None
     rule: Pool | None = None
+    functions: Mapping[str, Pool] = field(default_factory=dict)
     teachers: Mapping[str, Pool] = field(default_factory=dict)
     reference: Pool | None = None
+
+    def producers(self) -> dict[str, Pool]:
+        """Rules and users' functions: everyone that rates texts without a model."""
+        return {**({"rule": self.rule} if self.rule else {}), **self.functions}
 
     def engines(self) -> dict[str, Pool]:
         """Every pool that runs a model, by the name under which a person sees it."""

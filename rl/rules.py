@@ -2,20 +2,20 @@
 
 Where the final number is looked for, in the answer alone (never in the question, nor before a `</think>`):
 
-1. The last declaration: `\\boxed{...}` with one number in it, or `#### n`, "answer is n", "answer: n", or "A: n"
-   at the start of a line. Between the words and n may stand markup, a currency, "about" and the like, or the
-   arithmetic that leads to n ("3 * 6 = 18"). Other words in its place make it no declaration ("the answer is
-   not 7", the heading "#### Step 2"). What is declared but left open is wrong: alternatives ("5 or 6"), a
-   range, arithmetic without a result ("10 + 8"), a box of no number or of several.
+1. The last declaration: `\\boxed{...}`, `#### n`, "answer is n", "answer: n", or "A: n" as a line begins.
+   Before n may stand markup, a currency, "about" and the like, or the arithmetic that leads to it ("3 * 6 =
+   18"). Other words there make it no declaration ("the answer is not 7", the heading "#### Step 2"). What is
+   declared but left open is wrong: alternatives ("5 or 6"), a range, arithmetic without a result ("10 + 8"),
+   a box of no number or of several.
 2. Without a declaration, the last number of the text.
 
-How a number is read: sign (ASCII or Unicode minus, "negative"), currency in front, thousands separators (comma,
-LaTeX `{,}` and `\\,`, thin space), decimals, fractions (1/2, ½, 1 1/2, \\frac12), powers of ten (1.5e3,
-1.5 × 10^3); full-width digits too. What follows (unit, "%", "kg") is ignored: 50% is 50. "2 million" is right
-for 2 and for 2,000,000, since the question alone says which of the two it asks for.
+How a number is read: sign (ASCII or Unicode minus, "negative"), currency in front, thousands separators
+(comma, LaTeX `{,}` and `\\,`, thin space), decimals, fractions (1/2, ½, 1 1/2, \\frac12), powers of ten
+(1.5e3, 1.5 × 10^3); full-width digits too. What follows (unit, "%", "kg") is ignored: 50% is 50. "2 million"
+is right for 2 and for 2,000,000, since the question alone says which of the two it asks for.
 
-Not supported: decimal commas ("1.234,50"), lakh groups ("1,00,000"), numbers in words. What is glued to digits
-is read whole or not at all: a time (10:30), a date (3/4/2024) or a version (1.2.3) is no number.
+Not supported: decimal commas ("1.234,50"), lakh groups ("1,00,000"), numbers in words. What is glued to
+digits is read whole or not at all: a time (10:30), a date (3/4/2024) or a version (1.2.3) is no number.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10*
 _NUMBER = r"""
     (?<![A-Za-z0-9^]) (?<![A-Za-z]_) (?<!\^-)                     # B12, m^2, x_1, s^-1
     (?P<minus>(?<!\))-|(?i:negative)[ ])?                         # in (8)-5 the minus is arithmetic
-    (?:[$€£¥₹][ ]?(?P<minus_after>-)?)?
+    (?:[$€£¥₹][ ]?)?
     (?P<whole>\d+[ ](?=\d+/\d))?
     (?P<body>\d{4}-\d\d?-\d\d?(?!\d) | (?:(?<![.\w])\.)?\d(?:[\d.,:/'_]*\d)?)
-    (?:[ ]?[*x][ ]?10\^(?P<ten>[-+]?\d+) | [eE](?P<exponent>[-+]?\d+)(?![A-Za-z0-9]) | \^(?P<power>-?\d+))?
+    (?:[ ]?[*x][ ]?10\^(?P<ten>[-+]?\d+) | [eE](?P<exponent>[-+]?\d+) | \^(?P<power>-?\d+))?
     (?:[ ]?(?P<scale>(?i:thousand|million|billion|trillion))s?\b)?
 """
 _STEPS = r"""
     (?:[A-Za-z{][A-Za-z{}' ]{0,40}=[ ]*)?+ (?:[-\d.,+*/x()$% \t]*+[=≈][ \t]*+)*+   # x = 3 * 6 =
 """
 _DECLARATION = rf"""
-    (?:\#{{4,}} | (?i:\banswer\b)[^.\n\d:=]{{0,60}}?(?:\b(?:is|was|be)\b|[:=]) | ^[ \t]*A[ \t]*:)
+    (?:(?<!\#)\#{{4,}}+ | (?i:\banswer\b)[^.\n\d:=]{{0,60}}?(?:\b(?:is|was|be)\b|[:=]) | ^[ \t]*A[ \t]*:)
     (?:[\s:=*`"'“‘(\[{{$~≈<_]
      | \b(?i:about|approximately|exactly|only|just|simply|thus|therefore|a[ ]total[ ]of)\b)*+
     (?!(?<=\n)\d+[.)][ ])                                         # the first line of a numbered list
@@ -94,7 +94,7 @@ def gsm8k(prompt: Prompt, text: str) -> Outcome:
 
 
 def reference(answer: str) -> Fraction | None:
-    """The one number after the last `####` (or "A:") in its line, or of a bare text; None if it is not one."""
+    """The one number after the last `####` (or "A:") in its line, or of a bare text; else None."""
     marked = REFERENCE.findall(answer)
     value = _only(_plain(marked[-1] if marked else answer))
     return value[0] if value else None
@@ -106,7 +106,7 @@ def readings(text: str) -> tuple[Fraction, ...]:
     declared = max(DECLARATION.finditer(plain), key=re.Match.start, default=None)
     box = plain.rfind("\\boxed{")
     if box > (declared.start() if declared else -1) and (content := _braced(plain, box + 7)) is not None:
-        return _only(content)
+        return _only(content.strip())
     if declared:
         return () if OPEN.match(plain, declared.end()) else _value(declared)
     numbers = list(NUMBER.finditer(plain))
@@ -155,7 +155,7 @@ def _value(number: re.Match[str]) -> tuple[Fraction, ...]:
     if bottom == 0 or abs(int(exponent)) > LARGEST:
         return ()
     value = (whole + top / bottom) * Fraction(10) ** int(exponent)
-    if number["minus"] or number["minus_after"]:
+    if number["minus"]:
         value = -value
     scale = number["scale"]
     return (value, value * SCALES[scale.lower()]) if scale else (value,)

@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl.actors.judge import Judge
-from rl.actors.reward import Reward
+from rl.actors.reward import Function, Reward
 from rl.actors.rollout import Rollout
 from rl.actors.teacher import Teacher
 from rl.actors.trainer import TrainerRank
@@ -146,6 +146,7 @@ def cast_roles(cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, ver
         casting.cast(TrainerRank, seat, refs["policy"], cfg, rank, version, concurrent=False)
         for rank, seat in enumerate(casting.plan.of("trainer"))
     ]
+    calls = cfg.reward.fn_workers, cfg.reward.fn_deadline
     full = cfg.loss.distill_form == "divergence" and not cfg.loss.distill_top_k
     teachers = {
         name: Pool(casting.all(Teacher, f"teacher/{name}", refs[f"teacher/{name}"], teacher.slots,
@@ -158,6 +159,13 @@ def cast_roles(cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, ver
         sampler=Pool(casting.all(Rollout, "sampler", refs["policy"], params, s.slots, version)),
         judge=Pool(casting.all(Judge, "judge", refs["judge"], cfg.judge)) if cfg.uses_judge else None,
         rule=Pool(casting.all(Reward, "rule", cfg.reward.rule_name)) if cfg.reward.rule else None,
+        functions={
+            f"fn/{i}": Pool(
+                casting.all(Function, f"fn/{i}", str(Path(path).resolve()) + colon + name, *calls)
+            )
+            for i, (path, colon, name) in enumerate(spec.rpartition(":") for spec in cfg.reward.fn)
+            if f"fn/{i}" in cfg.reward.weights
+        },
         teachers=teachers,
         reference=Pool(casting.all(Teacher, "reference", refs["reference"], s.slots, s.temperature))
         if cfg.uses_reference
@@ -167,7 +175,7 @@ def cast_roles(cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, ver
 
 async def stop_roles(roles: Roles, deadline: float = 10.0) -> None:
     """Ask everyone to end in order; who does not answer is ended with the cluster's processes."""
-    pools = [*roles.engines().values(), *([roles.rule] if roles.rule else [])]
+    pools = [*roles.engines().values(), *roles.producers().values()]
     calls = [
         *(pool.all("stop", deadline=deadline) for pool in pools),
         roles.trainer.call("stop", deadline=deadline),

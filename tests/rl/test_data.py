@@ -28,6 +28,16 @@ def test_prompts_carry_answer_key_and_the_rest(tmp_path):
     assert p == Prompt(ids=(97, 98), text="ab", answer="7", key="k", extra={"level": 3})
 
 
+def test_gsm8k_is_read_as_it_ships(tmp_path):
+    shipped = r'{"question": "1 + 1?", "answer": "It is 1+1=<<1+1=2>>2\n#### 2"}'
+    keyed = '{"question": "b", "answer": "#### 2", "key": "k"}'
+    both = '{"prompt": "c", "question": "d"}'
+    first, second, third = rows(tmp_path, shipped, keyed, both)
+    assert (first.text, first.answer, first.key) == ("1 + 1?", "It is 1+1=<<1+1=2>>2\n#### 2", "gsm8k")
+    assert first.extra == {} and second.key == "k"
+    assert (third.text, third.key, third.extra) == ("c", "", {"question": "d"})
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -35,6 +45,7 @@ def test_prompts_carry_answer_key_and_the_rest(tmp_path):
         ("[1]", r":2: expected an object"),
         ('{"answer": "x"}', r':2: "prompt" must be a text'),
         ('{"prompt": ""}', r':2: "prompt" must be a text'),
+        ('{"question": ""}', r':2: "question" must be a text'),
         ('{"prompt": "a", "answer": [1]}', r':2: "answer" must be'),
         ('{"prompt": "#"}', r":2: unknown character"),
         ('{"prompt": "aaaaaaaaaaaa"}', r":2: the prompt has 12 tokens"),

@@ -14,12 +14,14 @@ import pytest
 from rl.function_pool import FunctionPool, NoAnswer
 from rl.types import Abstain, InfraFail, ParseFail, Prompt, Score
 
+pytestmark = pytest.mark.slow  # processes, deadlines and kills
+
 PROMPT = Prompt(ids=(1,), text="2+2=", answer="4", key="sums", extra={"n": 3})
 ROOT = Path(__file__).parents[2]
 
 # The answer's text names what is done with it.
 ZOO = """
-    import asyncio, os, re, signal, subprocess, sys, threading, time
+    import asyncio, os, re, signal, socket, subprocess, sys, threading, time
 
     def good(): return 1.0
     def naps(): time.sleep(0.2); return 1.0
@@ -54,7 +56,9 @@ ZOO = """
     def generates(): yield 1.0
     def metrics(): return {"score": 2.0, "acc": True, "lock": threading.Lock()}
 
-    def prints(): print("to stdout"); print("to stderr", file=sys.stderr); os.system("echo to the shell"); return 1.0
+    def prints():
+        print("to stdout"); print("to stderr", file=sys.stderr); os.system("echo to the shell")
+        return 1.0
     def prints_much(): sys.stdout.write("x" * 3_000_000); return 1.0
     def reads(): return float(input())
     def closes_stdout(): sys.stdout.close(); sys.stderr.close(); os.close(1); os.close(2); return 1.0
@@ -70,7 +74,9 @@ ZOO = """
         return 1.0
     def loop(): return asyncio.run(asyncio.sleep(0, 1.0))
 
-    def child(): return subprocess.Popen([sys.executable, "-Sc", "import time; time.sleep(600)", __file__])
+    def child():
+        code = "import time; time.sleep(600)"
+        return subprocess.Popen([sys.executable, "-Sc", code, __file__], close_fds=False)
     def leaves_child(): child(); return 1.0
     def waits_for_children():
         if os.fork() == 0:
@@ -83,6 +89,15 @@ ZOO = """
     def forks_and_both_return():
         os.fork()
         return 1.0
+    def child_gets_our_number():
+        a, b = socket.socketpair()
+        b.setblocking(False)
+        if os.fork() == 0:
+            for _ in range(100): os.dup(a.fileno())  # one gets the number of the pool's pipe
+            return 1.0
+        os.wait()
+        try: return b.recv(100)
+        except BlockingIOError: return 0.0
     def child_raises():
         if os.fork() == 0: raise ValueError
         os.wait()
@@ -123,19 +138,29 @@ def score(spec, texts, workers=1, deadline=10.0, **options):
     return using(pool, lambda pool: pool.score(PROMPT, texts))
 
 
-def alive(path: str | Path, parent: int | None = None, patience: float = 1.0) -> list[str]:
-    """Processes with the path in their command line that `ps` still shows after a while; zombies only of a parent."""
+def alive(
+    path: str | Path, parent: int | None = None, but: str = "ps -wweo", patience: float = 1.0
+) -> list[str]:
+    """Processes with the path in their command line, or zombies of a parent, that `ps` still shows after a
+    while."""
     until = time.monotonic() + patience
     while True:
-        shown = subprocess.run(["ps", "-wweo", "ppid=,stat=,args="], capture_output=True, text=True).stdout
-        rows = [line for line in shown.splitlines() if str(path) in line and "ps -wweo" not in line]
+        shown = subprocess.run(
+            ["ps", "-wweo", "pid=,ppid=,stat=,args="], capture_output=True, text=True
+        ).stdout
+        rows = [line for line in shown.splitlines() if str(path) in line and but not in line]
         if parent is None:
-            rows = [row for row in rows if not row.split()[1].startswith("Z")]
+            rows = [row for row in rows if not row.split()[2].startswith("Z")]
         else:
-            rows = [row for row in rows if row.split()[0] == str(parent) and row.split()[1].startswith("Z")]
+            rows = [row for row in rows if row.split()[1] == str(parent) and row.split()[2].startswith("Z")]
         if not rows or time.monotonic() > until:
             return rows
         time.sleep(0.05)
+
+
+def warden(spec: str) -> int:
+    (pid,) = (row.split()[0] for row in alive(spec, patience=0.0) if "groups ^=" in row)
+    return int(pid)
 
 
 def test_both_signatures_sync_and_async(tmp_path):
@@ -149,7 +174,8 @@ def test_both_signatures_sync_and_async(tmp_path):
             await asyncio.sleep(0)
             return ours(prompt, completion, answer, extra)
         def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-            return {"score": solution_str == ground_truth, "n": extra_info["n"], "prompt": data_source, **kwargs}
+            right = solution_str == ground_truth
+            return {"score": right, "n": extra_info["n"], "prompt": data_source, **kwargs}
         async def compute_score_async(data_source, solution_str, ground_truth, extra_info, **kwargs):
             return compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
         """,
@@ -192,6 +218,7 @@ def test_whatever_a_function_does_concerns_its_own_call_only(zoo, capfd):
         "naps": Score(1.0),
         "loop": Score(1.0),
         "forks_and_both_return": Score(1.0),
+        "child_gets_our_number": Score(0.0),
         "child_raises": Score(1.0),
         "child_outlives_parent": "exit code 3",
         "forked_outlives_parent": "exit code 3",
@@ -202,7 +229,7 @@ def test_whatever_a_function_does_concerns_its_own_call_only(zoo, capfd):
         return {text: await pool.score(PROMPT, [text, "good"]) for text in expected}
 
     said = using(FunctionPool(zoo, workers=1, deadline=5.0, memory_gb=0.6), one_by_one)
-    for text, ((outcome, metrics), (next_outcome, _)) in said.items():
+    for text, ((outcome, _), (next_outcome, _)) in said.items():
         match outcome:
             case InfraFail(why):
                 assert expected[text] in why, text
@@ -246,7 +273,7 @@ def test_a_call_past_its_deadline_is_killed_with_all_its_children_and_replaced(z
         began = time.monotonic()
         [(outcome, metrics)] = await pool.score(PROMPT, [text])
         took = time.monotonic() - began
-        left = alive(zoo.split(":")[0])
+        left = alive(zoo.split(":")[0], but="groups ^=")  # but the warden
         return outcome, metrics, took, left, await pool.score(PROMPT, ["good"])
 
     outcome, metrics, took, left, after = using(FunctionPool(zoo, workers=1, deadline=deadline), work)
@@ -261,7 +288,8 @@ def test_a_child_that_a_call_leaves_behind_ends_with_the_pool(zoo):
         assert await pool.score(PROMPT, ["leaves_child"]) == [(Score(1.0), {})]
         return alive(zoo.split(":")[0], patience=0.0)
 
-    assert len(using(FunctionPool(zoo, workers=1, deadline=5.0), work)) == 2  # and then none: see `using`
+    # The child, its parent, the warden; and then none: see `using`.
+    assert len(using(FunctionPool(zoo, workers=1, deadline=5.0), work)) == 3
 
 
 def test_calls_run_side_by_side_and_answers_keep_their_order(tmp_path):
@@ -354,17 +382,20 @@ def test_a_process_that_dies_between_calls_costs_none(zoo):
 
 def test_the_pool_works_on_and_is_still_guarded_when_its_warden_was_killed(zoo):
     async def work(pool):
-        first = pool._warden
-        os.kill(first.pid, signal.SIGKILL)
+        os.kill(first := warden(zoo), signal.SIGKILL)
+        await asyncio.sleep(0.2)
         rated = await pool.score(PROMPT, ["exits_hard", "good"])
-        assert pool._warden is not first and pool._warden.poll() is None
+        assert warden(zoo) != first
         return rated
 
     assert using(FunctionPool(zoo, workers=2, deadline=5.0), work)[1] == (Score(1.0), {})
 
 
-@pytest.mark.parametrize("text", ["good", "spins", "waits_for_children"])
-def test_all_processes_die_with_a_parent_that_is_killed(zoo, text):
+@pytest.mark.parametrize(
+    ("text", "children_first"),  # as Ray ends an actor
+    [("good", False), ("spins", False), ("waits_for_children", False), ("waits_for_children", True)],
+)
+def test_all_processes_die_with_a_parent_that_is_killed(zoo, text, children_first):
     code = f"""
         import asyncio
         from rl.function_pool import FunctionPool
@@ -374,19 +405,24 @@ def test_all_processes_die_with_a_parent_that_is_killed(zoo, text):
             await pool.start()
             asyncio.ensure_future(pool.score(Prompt(ids=(), text=""), [{text!r}]))
             await asyncio.sleep(0.5)
-            print(pool._warden.pid, flush=True)
+            print("busy", flush=True)
             await asyncio.sleep(600)
         asyncio.run(main())
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    warden = int(parent.stdout.readline())
-    assert len(alive(zoo.split(":")[0] + ":reward", patience=0.0)) >= 3, "the parent and its two workers"
-    parent.kill()
-    parent.wait()
+    try:
+        parent.stdout.readline()
+        before = alive(zoo.split(":")[0] + ":reward", patience=0.0)
+        for pid, ppid, *_ in map(str.split, before if children_first else []):
+            if ppid == str(parent.pid):
+                os.kill(int(pid), signal.SIGKILL)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert len(before) >= 4, "the parent, its two workers, the warden"
     assert not alive(zoo.split(":")[0], patience=3.0)
-    assert not [row for row in alive("groups ^= ", patience=1.0) if f" {warden} " in row]
 
 
 @pytest.mark.parametrize(
