@@ -82,7 +82,7 @@ class Reward:
     rule: float = 0.0
     """Weight of the verifiable rule: 1 if the answer is right, else 0."""
     rule_name: Literal["exact", "gsm8k"] = "exact"
-    """exact: the text is the answer. gsm8k: its final number is the answer's (rl/rules.py)."""
+    """The ground truth, also of the metrics. exact: the text is the answer. gsm8k: its final number is."""
     fn: tuple[str, ...] = ()
     """Your functions, each "path/to/file.py:name", with our signature or verl's (rl/functions.py)."""
     fn_weights: tuple[float, ...] = ()

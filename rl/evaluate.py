@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from rl.config import Config
-from rl.rewards import exact
+from rl.rewards import RULES
 from rl.roles import Roles
 from rl.seeds import fold_in
 from rl.types import Outcome, Prompt, Score, Verdict
@@ -45,4 +45,4 @@ async def _answer(cfg: Config, roles: Roles, i: int, prompt: Prompt) -> tuple[Ou
     text, verdict = metas[0].text, None
     if roles.judge is not None:
         (verdict,) = await roles.judge.call("judge", prompt, [text], [seed], deadline=wait.judge)
-    return exact(prompt, text), verdict
+    return RULES[cfg.reward.rule_name](prompt, text), verdict

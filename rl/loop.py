@@ -23,6 +23,7 @@ from rl.follow import Group, follow
 from rl.ledger import Event, Kind, Ledger, Reason, apply
 from rl.log import RunLog
 from rl.monitor import Monitor
+from rl.rewards import RULES
 from rl.roles import RoleError, Roles
 from rl.types import InfraFail, Prompt
 
@@ -62,7 +63,7 @@ class Loop:
     monitor: Monitor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.monitor = Monitor(self.roles.engines())
+        self.monitor = Monitor(self.roles.engines(), RULES[self.cfg.reward.rule_name])
 
     # ── the run ───────────────────────────────────────────────────────────────────────────────────
 

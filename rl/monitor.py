@@ -16,7 +16,7 @@ from rl.follow import Group
 from rl.functions import union
 from rl.ledger import Ledger
 from rl.lessons import advantages
-from rl.rewards import exact, kinds
+from rl.rewards import Rule, kinds
 from rl.roles import Pool
 from rl.types import InfraFail, ParseFail, Score, Verdict
 
@@ -29,6 +29,7 @@ class Monitor:
     """Counters of one run. Times are seconds; shares lie in [0, 1]."""
 
     engines: Mapping[str, Pool]
+    rule: Rule  # the ground truth, which no judge sees
     began: float = field(default_factory=time.monotonic)
     last_step: float = field(default_factory=time.monotonic)
     trainer_busy: float = 0.0
@@ -118,7 +119,9 @@ class Monitor:
         metas = [m for g in groups for m in g.metas]
         rewards = [r for g in groups for r in g.rewards]
         scored = [r for r in rewards if r is not None]
-        truth = [o.value for g in groups for m in g.metas if isinstance(o := exact(g.prompt, m.text), Score)]
+        truth = [
+            o.value for g in groups for m in g.metas if isinstance(o := self.rule(g.prompt, m.text), Score)
+        ]
         ages = [version - m.version_min for m in metas]
         self.ages += ages
         self.trained_lengths += [sum(m.n_tokens for m in g.metas) for g in groups]

@@ -43,6 +43,7 @@ class FakeSampler:
     calls: int = 0
     finished: int = 0
     aborted: set[str] = field(default_factory=set)
+    text: str = "x"
     corrupt_at: int = -1  # version at which it loses a tensor
 
     async def start(self) -> None: ...
@@ -57,7 +58,9 @@ class FakeSampler:
         finish = "abort" if request_id in self.aborted else "stop"
         versions = np.array([first, self.version], np.int32)
         sample = Completion(tokens=np.array([1, 2]), logps=np.zeros(2), versions=versions, finish=finish)
-        meta = SampleMeta(text="x", n_tokens=2, finish=finish, version_min=first, version_max=self.version)
+        meta = SampleMeta(
+            text=self.text, n_tokens=2, finish=finish, version_min=first, version_max=self.version
+        )
         return [meta] * len(seeds), GroupTokens(np.array(prompt_ids), (sample,) * len(seeds))
 
     async def update(self, version, weights, mode):

@@ -168,3 +168,17 @@ def test_o082_a_resumed_ledger_trains_what_was_under_way_exactly_once(tmp_path):
     assert result["trained"] == 24 and again.ledger.balanced
     trained = sorted(o for lo, hi in again.ledger.done for o in range(lo, hi))
     assert len(trained) == len(set(trained))
+
+
+@pytest.mark.parametrize(("rule", "truth"), [("exact", 0.0), ("gsm8k", 1.0)])
+def test_truth_is_told_by_the_rule_of_the_config_before_during_and_after(tmp_path, rule, truth):
+    cfg = small(steps=2)
+    loop = make_loop(
+        tmp_path, replace(cfg, reward=replace(cfg.reward, rule_name=rule)), FakeSampler(text="so 7")
+    )
+    solved = [replace(p, answer="3 + 4 = 7\n#### 7") for p in loop.stream.prompts]
+    loop.stream.prompts, loop.held_out = solved, solved[:2]
+    result = finish(loop)
+    assert result["before"]["truth"] == result["after"]["truth"] == truth
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["truth/accuracy"] for line in lines] == [truth, truth]
