@@ -58,7 +58,7 @@ from losses.kl import adaptive_beta, full_kl, k1, k1_st, k2, k3, k3_st, k3_weigh
 from losses.linear_logp import gather_head, linear_logp
 from losses.linear_loss import linear_loss, separable
 from losses.linear_row_loss import linear_row_loss
-from losses.linear_rows import has_triton, rows_triton
+from losses.linear_rows import has_triton, rows_triton, scale_triton
 from losses.logp import nucleus, token_logp
 from losses.masks import completion_mask, drop_truncated
 from losses.reduce import row_weight, token_weight

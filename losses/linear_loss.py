@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 TokenLoss = Callable[..., tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]]
-RowsOp = Callable[..., tuple[Tensor, Tensor]]
+Seen = tuple[Tensor, Tensor, Tensor, Any, Any]  # None for what no topk_ids, or no entropy, asks for
+Grads = tuple[Tensor, Any, Any, Any]
+RowsOp = Callable[..., Seen]
 Scales = tuple[float, float | None, float]  # logit_scale, softcap, temperature
 FLOOR = -1e30  # a finite -inf: its differences are finite, and 0 * FLOOR is 0
 CHUNK = 2304  # tokens: for D = 896 and 3584, tiles for whole waves of 132 multiprocessors
@@ -60,6 +63,7 @@ def linear_loss(
     logit_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     rows: RowsOp | None = None,
+    scale: Callable[[Tensor, Tensor], Any] | None = None,
     splits: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of token_weight · loss over tokens, from hidden states and head, never holding more than chunk × V.
@@ -82,6 +86,7 @@ def linear_loss(
       topk_ids: [T, K] distinct ids, or -1 in unused slots: loss_fn gets their logp [T, K], -inf where unused,
         and the log of the mass of all others [T], as `partition_divergence` takes them.
       rows: the work on whole rows of logits: `rows_triton` of linear_rows.py on CUDA; None is rows_torch.
+      scale: (gradient, backward's factor), in place: `scale_triton` of linear_rows.py on CUDA; None is mul_.
       splits: the sum over V in the gradient of hidden goes in so many parts, added in float32: for a D whose
         few tiles leave a GPU half idle. Divides V.
       chunk: tokens at a time; default CHUNK, or what BUFFER_BYTES of logits hold, an eighth of them in torch,
@@ -140,23 +145,28 @@ def linear_loss(
         off = token_weight == 0
         tokens = {k: torch.cat([p[k] for p in parts]).masked_fill(off, 0) for k in parts[0]}
         loss = (token_weight * tokens["loss"]).sum()
-    return _Attach.apply(loss, hidden, weight, bias, *grads), tokens
+    return _Attach.apply(loss, hidden, weight, bias, *grads, scale or Tensor.mul_), tokens
 
 
 class _Attach(torch.autograd.Function):
     """The loss, with gradients that are known. Scaled in place: a second head gradient is too much memory."""
 
     @staticmethod
-    def forward(loss, hidden, weight, bias, dh, dw, db):
+    def forward(loss, hidden, weight, bias, dh, dw, db, scale):
         return loss.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[4:])
+        ctx.save_for_backward(*inputs[4:-1])
+        ctx.scale = inputs[-1]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor):  # type: ignore[override]
-        return None, *(None if d is None else d.mul_(g) for d in ctx.saved_tensors), None, None, None
+        saved = ctx.saved_tensors
+        for d in saved:
+            if d is not None:
+                ctx.scale(d, g)
+        return None, *saved, None, None, None, None
 
 
 def _chunk_loss(
@@ -168,77 +178,74 @@ def _chunk_loss(
     y: -1 for no target.
     """
     bias, scales, rows = head
-    z_y = _bend(a, bias, scales, y.clamp(min=0)[:, None])[0].squeeze(-1)
     unit = learn and not entropy and ids is None
-    if ids is None:
-        lse, h = rows(a, da if unit else None, y, bias, scales)
-        topk = ()
-    else:  # the K leave the row before its statistics: the rest is a sum, not a difference
-        used = ids >= 0
-        some = used.any(-1, keepdim=True)
-        one = ids.argmax(-1, keepdim=True)  # a used slot: the unused ones do what it does
-        slot = torch.where(used, ids, ids.gather(-1, one)).clamp(min=0)
-        z_k, slope_k = _bend(a, bias, scales, slot)
-        z_k = z_k.masked_fill(~used, -math.inf)
-        a.scatter_(1, slot, torch.where(some, -math.inf, a.gather(1, slot)))
-        lse_rest, h_rest = rows(a, None, y, bias, scales)
-        lse = torch.logaddexp(lse_rest, z_k.logsumexp(-1))
-        log_rest, log_k = lse_rest - lse, z_k - lse[:, None]
-        rest, p_k = log_rest.exp(), log_k.exp()
-        h = rest * (h_rest - log_rest.clamp(min=FLOOR)) - (p_k * log_k.clamp(min=FLOOR)).sum(-1)
-        topk = (log_k, log_rest)
-    logp = torch.where(y >= 0, z_y - lse, 0.0)
-    grads, loss, aux = token_loss(w, (logp, *((h,) if entropy else ()), *topk), *args)
+    seen = rows(a, da if unit else None, y, ids, bias, scales)
+    _, logp, h, log_k, log_rest = seen
+    leaves = (logp, *((h,) if entropy else ()), *(() if ids is None else (log_k, log_rest)))
+    grads, loss, aux = token_loss(w, leaves, *args)
     aux = {"loss": loss, "logp": logp, "entropy": h, **aux}
-    g = torch.where(y >= 0, grads[0], 0.0)
     if unit or not learn:
-        return g, aux
-    g_h = grads[1] if entropy else torch.zeros_like(g)
-    if ids is None:
-        rows(a, da, y, bias, scales, lse, (-(g + g_h * h), -g_h, g))
-        return None, aux
-    g_k, g_rest = torch.where(used, grads[-2], 0.0), torch.where(rest.gt(0), grads[-1], 0.0)
-    g_sum = g + g_k.sum(-1) + g_rest
-    # by r = p / rest nothing overflows: dL/dz = r (c0 + c1 log r) + g 1[v = target] outside of K
-    c0 = g_rest - rest * (g_sum + g_h * (h + log_rest.clamp(min=FLOOR)))
-    rows(a, da, y, bias, scales, lse_rest, (c0, -g_h * rest, g))
-    d_k = g_k + g[:, None] * (ids == y[:, None])
-    d_k -= p_k * (g_sum[:, None] + g_h[:, None] * (log_k.clamp(min=FLOOR) + h[:, None]))
-    d_k = (d_k * slope_k).to(da.dtype)
-    d_one = torch.where(some, d_k.gather(-1, one), da.gather(1, slot))
-    da.scatter_(1, slot, torch.where(used, d_k, d_one))
+        return torch.where(y >= 0, grads[0], 0.0), aux
+    topk = (None, None) if ids is None else grads[-2:]
+    rows(a, da, y, ids, bias, scales, seen, (grads[0], grads[1] if entropy else None, *topk))
     return None, aux
 
 
 def rows_torch(
-    a: Tensor, da: Tensor | None, y: Tensor, bias: Tensor | None, scales: Scales,
-    lse: Tensor | None = None, coef: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """lse and entropy [t] of each row of z, bent from raw logits a [t, V]; and, unless da is None, into da,
-    which may be a,
+    a: Tensor, da: Tensor | None, y: Tensor, ids: Tensor | None, bias: Tensor | None, scales: Scales,
+    seen: Seen | None = None, grads: Grads | None = None,
+) -> Seen:  # fmt: skip
+    """Statistics of the rows of log softmax z, bent from raw logits a [t, V]; and, unless da is None, the
+    gradient of `linear_loss` into da, which may be a; without grads, g is 1.
 
-    (r (c0 + c1 log r) + gy 1[v = y]) dz/da,   r = exp(z - lse),   (c0, c1, gy) = coef, or (-1, 0, 1)
+    seen = lse of z, logp[y], entropy, logp[ids], log rest;  grads = (g, g_H, g_k, g_rest)
 
-    y [t]: -1 for no target. lse [t]: if it is known; the entropy is then not used. May be compiled.
+    y [t]: -1 for no target. ids [t, K]: -1 in unused slots. seen: if it is known. May be compiled.
     """
     z, slope = _bend(a, bias, scales)
-    lse = z.logsumexp(-1) if lse is None else lse
-    log_r = (z - lse.clamp(min=FLOOR)[:, None]).clamp(min=FLOOR)
+    rest, slot = z, None
+    if ids is not None:  # they leave the row before its statistics: the rest is a sum, not a difference
+        slot = torch.where(ids >= 0, ids, a.shape[1])
+        z = pad(z, (0, 1), value=-math.inf)  # a column for unused slots
+        rest = z.scatter(1, slot, -math.inf)
+    lse_rest = rest.logsumexp(-1)
+    log_r = (rest - lse_rest.clamp(min=FLOOR)[:, None]).clamp(min=FLOOR)
     r = log_r.exp()
-    if da is not None:
-        c0, c1, gy = coef or (-torch.ones_like(lse), torch.zeros_like(lse), torch.ones_like(lse))
-        dz = r * (c0[:, None] + c1[:, None] * log_r)
-        dz = dz + gy[:, None] * (torch.arange(a.shape[1], device=a.device) == y[:, None])
-        da.copy_(dz * slope)
-    return lse, -(r * log_r).sum(-1)
+    if seen is None:
+        lse, h, log_k, log_rest = lse_rest, -(r * log_r).sum(-1), None, None
+        if slot is not None:
+            z_k = z.gather(1, slot)
+            lse = torch.logaddexp(lse_rest, z_k.logsumexp(-1))
+            log_k, log_rest = z_k - lse[:, None], lse_rest - lse
+            h = log_rest.exp() * (h - log_rest.clamp(min=FLOOR))
+            h = h - (log_k.exp() * log_k.clamp(min=FLOOR)).sum(-1)
+        logp = torch.where(y >= 0, z.gather(1, y.clamp(min=0)[:, None]).squeeze(1) - lse, 0.0)
+        seen = (lse, logp, h, log_k, log_rest)
+    if da is None:
+        return seen
+    _, _, h, log_k, log_rest = seen
+    given: Grads = grads or (torch.ones_like(h), None, None, None)
+    g, g_h, g_k, g_rest = given
+    g, g_h = torch.where(y >= 0, g, 0.0), torch.zeros_like(h) if g_h is None else g_h
+    if ids is None:
+        c0, c1 = -(g + g_h * h), -g_h
+    else:  # by r = p / rest nothing overflows: dL/dz = r (c0 + c1 log r) + g 1[v = y] outside of ids
+        rest = log_rest.exp()
+        g_k, g_rest = torch.where(ids >= 0, g_k, 0.0), torch.where(rest > 0, g_rest, 0.0)
+        total = g + g_k.sum(-1) + g_rest
+        c0, c1 = g_rest - rest * (total + g_h * (h + log_rest.clamp(min=FLOOR))), -g_h * rest
+    dz = r * (c0[:, None] + c1[:, None] * log_r)
+    dz = dz + g[:, None] * (torch.arange(z.shape[1], device=a.device) == y[:, None])
+    if slot is not None:
+        d_k = total[:, None] + g_h[:, None] * (log_k.clamp(min=FLOOR) + h[:, None])
+        d_k = g_k + g[:, None] * (ids == y[:, None]) - log_k.exp() * d_k
+        dz = dz.scatter(1, slot, d_k)[:, :-1]
+    da.copy_(dz * slope)
+    return seen
 
 
-def _bend(
-    a: Tensor, bias: Tensor | None, scales: Scales, ids: Tensor | None = None
-) -> tuple[Tensor, Tensor | float]:
-    """z and dz/da of raw logits, or of their columns ids [t, k]. -inf says "no such token", and stays."""
-    if ids is not None:
-        a, bias = a.gather(1, ids), None if bias is None else bias[ids]
+def _bend(a: Tensor, bias: Tensor | None, scales: Scales) -> tuple[Tensor, Tensor | float]:
+    """z and dz/da of raw logits. -inf says "no such token", and stays."""
     logit_scale, softcap, temperature = scales
     x = a.to(torch.promote_types(a.dtype, torch.float32))
     x = x if bias is None else x + bias
