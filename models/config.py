@@ -7,11 +7,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Family = Literal["llama", "qwen2", "qwen3"]
-ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+Head = Literal["lm", "score"]
+ARCHITECTURE: Mapping[tuple[Family, Head], str] = {
+    ("llama", "lm"): "LlamaForCausalLM",
+    ("qwen2", "lm"): "Qwen2ForCausalLM",
+    ("qwen3", "lm"): "Qwen3ForCausalLM",
+    ("llama", "score"): "LlamaForSequenceClassification",
+    ("qwen2", "score"): "Qwen2ForSequenceClassification",
+    ("qwen3", "score"): "Qwen3ForSequenceClassification",
+}
 ROPE_KEYS = {"linear": {"factor"},
              "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}}
 # Options of Hugging Face that change the maths, and the one value that is implemented.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -20,6 +29,7 @@ class ModelConfig:
     """One network of the family: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     family: Family = "llama"
+    head: Head = "lm"  # score: one number from a hidden state, and no logits of tokens
     vocab_size: int
     d_model: int
     n_layers: int
@@ -42,6 +52,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in get_args(Family):
             raise ValueError(f"ModelConfig: family must be one of {get_args(Family)}, got {self.family!r}")
+        if self.head not in get_args(Head):
+            raise ValueError(f"ModelConfig: head must be one of {get_args(Head)}, got {self.head!r}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"ModelConfig: n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}")
         if self.head_dim % 2:
@@ -55,7 +67,10 @@ class ModelConfig:
         if self.rope_scaling is not None:
             kind = self.rope_scaling.get("rope_type")
             if kind not in ROPE_KEYS:
-                raise ValueError(f"ModelConfig: rope_scaling knows {sorted(ROPE_KEYS)}, got {kind!r}")
+                raise ValueError(
+                    f"ModelConfig: rope_scaling {kind!r} is not implemented, only {sorted(ROPE_KEYS)}; "
+                    "a config without it keeps the positions of the training"
+                )
             if missing := ROPE_KEYS[kind] - self.rope_scaling.keys():
                 raise ValueError(f"ModelConfig: rope_scaling {kind!r} needs {sorted(missing)}")
 
@@ -65,30 +80,39 @@ class ModelConfig:
         q, kv = self.n_heads * h, self.n_kv_heads * h
         attention = 2 * d * q + 2 * d * kv + (q + 2 * kv) * self.qkv_bias + 2 * h * self.qk_norm
         block = attention + 3 * d * self.d_ff + 2 * d
-        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        return embeddings + self.n_layers * block + d
+        head = d if self.head == "score" else 0 if self.tie_embeddings else self.vocab_size * d
+        return self.vocab_size * d + self.n_layers * block + d + head
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Read the mapping in a config.json of LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM.
+    """Read the mapping in a config.json of one of the architectures above; with none named it is a causal LM.
 
-    Raises ValueError for another architecture and for options that change the maths and are not implemented.
+    Raises ValueError for another architecture, for a classifier with other than one label, and for options
+    that change the maths and are not implemented.
     """
-    family = hf.get("model_type")
-    if family not in ARCHITECTURE:
-        raise ValueError(f"from_hf: model_type must be one of {sorted(ARCHITECTURE)}, got {family!r}")
+    head = _head(hf)
+    family: Family = hf["model_type"]
+    if missing := [key for key in NEEDED if key not in hf]:
+        raise ValueError(f"from_hf: the config has no {', '.join(missing)}")
     for key, only in FIXED.items():
         if hf.get(key, only) != only:
             raise ValueError(f"from_hf: {key}={hf[key]!r} is not supported, only {only!r}")
+    if quantised := hf.get("quantization_config"):
+        method = quantised.get("quant_method")
+        raise ValueError(f"from_hf: the weights are quantised ({method}): use the model's unquantised folder")
     # transformers 5 keeps theta and scaling in one mapping
     scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
     theta = scaling.pop("rope_theta", None) or hf.get("rope_theta", 10_000.0)
+    turned = scaling.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if turned not in (None, 1.0):
+        raise ValueError(f"from_hf: partial_rotary_factor={turned!r} is not supported, only 1.0")
     n_heads = hf["num_attention_heads"]
     eos = hf.get("eos_token_id")
     return ModelConfig(
         family=family,
+        head=head,
         vocab_size=hf["vocab_size"],
         d_model=hf["hidden_size"],
         n_layers=hf["num_hidden_layers"],
@@ -110,13 +134,30 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _head(hf: Mapping[str, Any]) -> Head:
+    family: Any = hf.get("model_type")
+    if family not in get_args(Family):
+        raise ValueError(f"from_hf: model_type must be one of {get_args(Family)}, got {family!r}")
+    head_of = {ARCHITECTURE[family, head]: head for head in get_args(Head)}
+    (named, *_) = hf.get("architectures") or [ARCHITECTURE[family, "lm"]]
+    if named not in head_of:
+        raise ValueError(f"from_hf: architecture must be one of {sorted(head_of)}, got {named!r}")
+    head = head_of[named]
+    n_labels = len(hf.get("id2label") or ()) or hf.get("num_labels", 2)  # transformers leaves out its default
+    if head == "score" and n_labels != 1:
+        raise ValueError(f"from_hf: {named} must have one label, whose logit is the score; got {n_labels}")
+    return head
+
+
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     """The config.json that transformers and vLLM open; `from_hf(to_hf(cfg)) == cfg`."""
     scaling = dict(cfg.rope_scaling) if cfg.rope_scaling else None
     eos = cfg.eos_ids[0] if len(cfg.eos_ids) == 1 else list(cfg.eos_ids) or None
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if cfg.head == "score" else {}
     return {
-        "architectures": [ARCHITECTURE[cfg.family]],
+        "architectures": [ARCHITECTURE[cfg.family, cfg.head]],
         "model_type": cfg.family,
+        **labels,
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.d_model,
         "intermediate_size": cfg.d_ff,

@@ -125,8 +125,25 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
 
 
+class ScoreHead(nn.Module):
+    """Hidden states [..., D] to one number each [...], float32: Hugging Face's head of sequence classifiers.
+
+    Row by row and no matmul, so that the bits of a number do not depend on how many there are.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() * self.weight[0].float()).sum(-1)
+
+
 class Transformer(nn.Module):
     """Token ids to hidden states; `head` and `logits` take them to the vocabulary.
+
+    With cfg.head "score" there is no vocabulary at the end: `score` takes hidden states [..., D] to numbers
+    [...], and the number of a sequence is that of its last token.
 
     The state dict is a Hugging Face checkpoint. Parameters hold no values before `init_weights` or
     `load_state_dict`.
@@ -139,7 +156,10 @@ class Transformer(nn.Module):
         self.cfg = cfg
         with torch.device("meta"):
             self.model = Trunk(cfg)
-            self.lm_head = None if cfg.tie_embeddings else nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
+            own_head = cfg.head == "lm" and not cfg.tie_embeddings
+            self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False) if own_head else None
+            if cfg.head == "score":
+                self.score = ScoreHead(cfg.d_model)
         self.to(dtype=dtype or getattr(torch, cfg.dtype))
         self.to_empty(device=device or "cpu")
 
@@ -167,7 +187,9 @@ class Transformer(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The weight [V, D] from hidden states to logits."""
+        """The weight [V, D] from hidden states to logits; of a score head [1, D]."""
+        if self.cfg.head == "score":
+            return self.score.weight
         return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
 
     def logits(self, hidden: Tensor) -> Tensor:

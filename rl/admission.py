@@ -3,8 +3,9 @@ nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Literal
 
 
@@ -26,10 +27,13 @@ def room(*, trained: int, live: int, version: int, max_age: int, prompts: int, s
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A group that could be trained: its ordinal and the oldest version among its tokens."""
+    """A group that could be trained: its ordinal, the oldest version among its tokens, and what a choice of
+    one's own may go by."""
 
     ordinal: int
     version_min: int
+    key: str = ""  # of its prompt
+    reward: float | None = None  # mean over the samples that have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +68,24 @@ def form_batch(
     take = tuple(fresh[:prompts])
     overtaken = late == "wait" and take and any(o < take[-1] for o in (*unready, *stale))
     return Formed(take if len(take) == prompts and not overtaken else (), stale)
+
+
+def checked_pick(chosen: Iterable[int], ready: Sequence[Ready], prompts: int) -> tuple[int, ...]:
+    """What a user's `pick(ready, version, prompts)` returned, in ascending order: exactly B ordinals of those
+    that are ready, each once. Raises ValueError naming what came back otherwise."""
+    try:
+        ordinals = [index(ordinal) for ordinal in chosen]
+    except TypeError:
+        raise ValueError(f"staleness.pick: expected {prompts} ordinals, got {chosen!r}") from None
+    known = {group.ordinal for group in ready}
+    faults = {
+        "twice": sorted({o for o in ordinals if ordinals.count(o) > 1}),
+        "not ready": sorted(set(ordinals) - known),
+    }
+    told = [f"{name}: {found}" for name, found in faults.items() if found]
+    if len(ordinals) != prompts or told:
+        raise ValueError(
+            f"staleness.pick: expected {prompts} different ordinals of the {len(known)} groups that are "
+            f"ready, got {len(ordinals)}: {ordinals}" + "".join(f"; {fault}" for fault in told)
+        )
+    return tuple(sorted(ordinals))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from losses import mix_sampled, mix_teachers
 from models.attention import Layout, make_layout
 from rl.lessons import TERMS, Lesson
 from rl.packing import Place
+from rl.teaching import MIXED, MIXTURE
 from rl.types import Completion, Scores
 
 
@@ -30,8 +33,19 @@ class GroupData:
 
     tokens: GroupTokens
     lessons: Sequence[Lesson]
-    teacher: Sequence[Scores] | None = None
+    teachers: Mapping[str, Sequence[Scores]] = field(default_factory=dict)  # as `combine` gives them
     reference: Sequence[Scores] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught:
+    """What one teacher says of the R tokens that it was asked about, of the M that are trained."""
+
+    at: Tensor  # [R] int64, index into M, ascending
+    weight: Tensor  # [R] float32, of each token in the distillation; 0 where it is only reported
+    logp: Tensor  # [R] of the token itself
+    rows: Tensor | None  # [R, V] over the vocabulary, or [R, K] of the teacher's best
+    ids: Tensor | None  # [R, K]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +65,7 @@ class MicroBatch:
     weight: Mapping[str, Tensor]  # term → [M] float32
     mask: Mapping[str, Tensor]  # term → [M] bool, where weight > 0
     logp_ref: Tensor | None  # [M] under the frozen reference
-    teacher_logp: Tensor | None  # [M] of the token, [M, K] of the teacher's best, or [M, V]
-    teacher_ids: Tensor | None  # [M, K]
+    teachers: Mapping[str, Taught]  # by name, sorted; those that taught none of the tokens are left out
 
 
 def build_micro(
@@ -79,22 +92,38 @@ def build_micro(
     def spread(values: Sequence[float]) -> Tensor:  # one value a sample → one a trained token
         return tensor([np.repeat(np.asarray(values, np.float64), n_new)], torch.float32)
 
-    def scores(which: str, field: str, dtype: torch.dtype) -> Tensor | None:
-        said = [getattr(d, which) for d in groups.values()]
-        known = next((getattr(s[0], field) for s in said if s), None)
-        if known is None:
+    def reference() -> Tensor | None:
+        if any(d.reference is None for d in groups.values()):
             return None
-        rows = [
-            np.zeros((n, *known.shape[1:]), known.dtype)
-            if getattr(d, which) is None  # masked: it has no teacher
-            else _same_length(getattr(getattr(d, which)[s], field), n, which)
-            for d, (_, s), n in zip(data, places, n_new, strict=True)
-        ]
-        return tensor(rows, dtype, (0, *known.shape[1:]))
+        said = [(d.reference or ())[s].logps for d, (_, s) in zip(data, places, strict=True)]
+        _check_lengths(said, n_new, "the reference")
+        return tensor(said, torch.float32)
+
+    starts = np.cumsum([0, *n_new])
+
+    def taught(name: str) -> Taught:
+        mine = [i for i, d in enumerate(data) if name in d.teachers]
+        said = [data[i].teachers[name][places[i][1]] for i in mine]
+
+        def column(of: str, dtype: torch.dtype) -> Tensor | None:
+            rows = [getattr(scores, of) for scores in said]
+            if any(row is None for row in rows):
+                return None
+            _check_lengths(rows, [n_new[i] for i in mine], f"teacher {name}")
+            return tensor(rows, dtype)
+
+        weight = [np.full(n_new[i], lessons[i].distill.get(name, 0.0)) for i in mine]
+        ids, logp = column("top_ids", torch.int64), column("logps", torch.float32)
+        assert logp is not None
+        return Taught(
+            at=tensor([starts[i] + np.arange(n_new[i]) for i in mine], torch.int64),
+            weight=tensor(weight, torch.float32),
+            logp=logp,
+            rows=column("full" if ids is None else "top_logps", torch.float32),
+            ids=ids,
+        )
 
     weight = {t: spread([lesson.weight[t] for lesson in lessons]) for t in TERMS}
-    teacher_ids = scores("teacher", "top_ids", torch.int64)
-    teacher_logp = scores("teacher", "top_logps" if teacher_ids is not None else "full", torch.float32)
     return MicroBatch(
         ids=tensor(ids, torch.int64) if ids else torch.zeros(1, dtype=torch.int64, device=device),
         layout=make_layout(lengths, device),
@@ -112,13 +141,41 @@ def build_micro(
         adv=spread([lesson.adv for lesson in lessons]),
         weight=weight,
         mask={t: w > 0 for t, w in weight.items()},
-        logp_ref=scores("reference", "logps", torch.float32),
-        teacher_logp=scores("teacher", "logps", torch.float32) if teacher_logp is None else teacher_logp,
-        teacher_ids=teacher_ids,
+        logp_ref=reference(),
+        teachers={name: taught(name) for name in sorted({name for d in data for name in d.teachers})},
     )
 
 
-def _same_length(values: np.ndarray, n: int, which: str) -> np.ndarray:
-    if len(values) != n:
-        raise ValueError(f"build_micro: a sample has {n} tokens but its {which} sent {len(values)} values")
-    return values
+def _check_lengths(rows: Sequence[np.ndarray], n_tokens: Sequence[int], who: str) -> None:
+    for row, n in zip(rows, n_tokens, strict=True):
+        if len(row) != n:
+            raise ValueError(f"build_micro: a sample has {n} tokens but {who} sent {len(row)} values")
+
+
+def combine(
+    mix: str, weight: Mapping[str, float], said: Mapping[str, Sequence[Scores]]
+) -> Mapping[str, Sequence[Scores]]:
+    """What the trainer takes from the teachers of one group, per sample: each alone (routed, sum), or their
+    MIXTURE, an arithmetic or geometric one, and each teacher's log-probs of the tokens to report.
+
+    weight: teacher → share in the mixture, brought to sum 1 over the teachers of this group.
+    """
+    if mix not in MIXED or not said:
+        return said
+    names = sorted(said)
+    share = [weight[name] for name in names]
+    mixed = [_mixed(mix, share, told) for told in zip(*(said[name] for name in names), strict=True)]
+    return {MIXTURE: mixed, **{name: [Scores(logps=s.logps) for s in said[name]] for name in names}}
+
+
+def _mixed(mix: Any, share: Sequence[float], told: Sequence[Scores]) -> Scores:
+    """The mixture's log-probs of one sample. Of sampled tokens the geometric one lacks its normaliser."""
+
+    def stack(rows: Sequence[np.ndarray]) -> Tensor:
+        if len({row.shape for row in rows}) > 1:
+            raise ValueError(f"combine: teachers sent {[row.shape for row in rows]} values for one sample")
+        return torch.from_numpy(np.stack(rows))
+
+    whole = [s.full for s in told if s.full is not None]
+    full = mix_teachers(stack(whole), share, kind=mix).numpy() if whole else None
+    return Scores(logps=mix_sampled(stack([s.logps for s in told]), share, kind=mix).numpy(), full=full)

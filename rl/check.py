@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from rl.config import Config, ConfigError
 
 
@@ -50,7 +52,7 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         ),
         (
             loss.policy != 0 and not cfg.uses_reward and not (cfg.uses_teachers and sampled_only),
-            "loss.policy needs an advantage: set reward.judge, reward.rule or reward.fn, or distil with "
+            "loss.policy needs an advantage: set reward.judge, scalar, rule or fn, or distil with "
             "loss.distill_form advantage, or set loss.policy 0",
         ),
         (
@@ -62,14 +64,55 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
             "loss.distill_top_k has no effect with loss.distill_form advantage: set it to 0",
         ),
         (cfg.uses_teachers and not cfg.teachers, "loss.distill is not 0 but there are no teachers"),
+        (cfg.data.held_out < 0, f"data.held_out must be >= 0, got {cfg.data.held_out}"),
         (
-            cfg.uses_judge and not cfg.judge.lo < cfg.judge.hi,
-            f"judge.lo must be below judge.hi, got {cfg.judge.lo} and {cfg.judge.hi}",
+            cfg.data.file is not None and bool(cfg.data.reasoning_gym),
+            "data.file and data.reasoning_gym are two sources: set one of them",
         ),
+        *_engine_rules(cfg),
+        *_reward_rules(cfg),
+        *_judge_rules(cfg),
+        *_dispatch_rules(cfg),
+        *_loss_rules(cfg),
+        *_teacher_rules(cfg),
+    ]
+
+
+def _engine_rules(cfg: Config) -> list[tuple[bool, str]]:
+    teachers = {f"teachers.{name}": teacher.engine for name, teacher in cfg.teachers.items()}
+    engines = {"sampler": cfg.sampler.engine, "judge": cfg.judge.engine, "scalar": cfg.scalar.engine}
+    rules = [
+        (cfg.trainer.gpus <= 0, f"trainer.gpus must be > 0, got {cfg.trainer.gpus}"),
         (
-            cfg.uses_judge and "{candidate}" not in cfg.judge.template,
-            "judge.template must contain {candidate}",
+            cfg.trainer.gpus > 1,
+            f"trainer.gpus is of one rank, at most 1, got {cfg.trainer.gpus}: raise trainer.ranks",
         ),
+    ]
+    for name, engine in (engines | teachers).items():
+        n = engine.tensor_parallel
+        rules += [
+            (engine.gpus < 0, f"{name}.engine.gpus must be >= 0, got {engine.gpus}"),
+            (n < 1, f"{name}.engine.tensor_parallel must be >= 1, got {n}"),
+            (
+                engine.gpus > 1 and engine.gpus != n,
+                f"{name}.engine.gpus is {engine.gpus:g}: a share of at most 1, or as many as its "
+                f"tensor_parallel ({n})",
+            ),
+            (
+                n > 1 and engine.gpus != n,
+                f"{name}.engine.tensor_parallel {n} wants {name}.engine.gpus {n}, got {engine.gpus:g}",
+            ),
+            (
+                n > 1 and engine.kind == "torch",
+                f"{name}.engine.kind torch has no tensor_parallel: set {name}.engine.kind vllm",
+            ),
+        ]
+    return rules
+
+
+def _reward_rules(cfg: Config) -> list[tuple[bool, str]]:
+    r = cfg.reward
+    return [
         (
             bool(cfg.reward.fn_weights) and len(cfg.reward.fn_weights) != len(cfg.reward.fn),
             f"reward.fn_weights has {len(cfg.reward.fn_weights)} weights for {len(cfg.reward.fn)} functions",
@@ -80,9 +123,87 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         ),
         (cfg.reward.fn_workers < 1, f"reward.fn_workers must be >= 1, got {cfg.reward.fn_workers}"),
         (cfg.reward.fn_deadline <= 0, f"reward.fn_deadline must be > 0, got {cfg.reward.fn_deadline}"),
-        (cfg.data.held_out < 0, f"data.held_out must be >= 0, got {cfg.data.held_out}"),
-        *_loss_rules(cfg),
-        *_teacher_rules(cfg),
+        (not _is_object(r.fn_kwargs), f"reward.fn_kwargs must be a JSON object, got {r.fn_kwargs!r}"),
+        (r.ramp < 0, f"reward.ramp must be >= 0, got {r.ramp}"),
+        (r.rate < 0, f"reward.rate is in calls per minute, >= 0, got {r.rate}"),
+        (
+            r.sandbox_url != "" and not r.fn,
+            "reward.sandbox_url is for functions that run code: set reward.fn",
+        ),
+        (r.sandbox_concurrency < 1, f"reward.sandbox_concurrency must be >= 1, got {r.sandbox_concurrency}"),
+        (r.sandbox_memory_mb < 1, f"reward.sandbox_memory_mb must be >= 1, got {r.sandbox_memory_mb}"),
+        (
+            cfg.uses_scalar and r.judge != 0 and cfg.scalar.activation == "none",
+            "reward.judge and reward.scalar are added, but a raw logit has no scale: set scalar.activation "
+            "sigmoid, or use one of them",
+        ),
+    ]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return text == "" or isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _judge_rules(cfg: Config) -> list[tuple[bool, str]]:
+    """What a judge's section must satisfy on its own. (Its template: rl/judges/questions.py.)"""
+    j = cfg.judge
+    if not cfg.uses_judge:
+        return []
+    return [
+        (not j.lo < j.hi, f"judge.lo must be below judge.hi, got {j.lo} and {j.hi}"),
+        (j.votes < 1, f"judge.votes must be >= 1, got {j.votes}"),
+        (j.max_tokens < 1, f"judge.max_tokens must be >= 1, got {j.max_tokens}"),
+        (j.temperature < 0, f"judge.temperature must be >= 0, got {j.temperature}"),
+        (
+            j.votes > 1 and j.temperature == 0,
+            "judge.votes > 1 at judge.temperature 0 are the same vote: set a temperature, or 1 vote",
+        ),
+        (j.votes > 1 and j.format == "logprob", "judge.format logprob does not sample: set judge.votes 1"),
+        (
+            j.format == "pairwise" and cfg.sampler.samples < 2,
+            "judge.format pairwise compares the answers of a group: set sampler.samples >= 2",
+        ),
+        (
+            j.format == "pairwise" and not 0 <= j.opponents < cfg.sampler.samples,
+            f"judge.opponents must lie in 0..sampler.samples - 1 ({cfg.sampler.samples - 1}), "
+            f"got {j.opponents}",
+        ),
+        (
+            bool(j.urls) and j.model == "demo",
+            "judge.urls: the servers must be told which model they are asked for: set judge.model",
+        ),
+        (
+            any(not url.startswith(("http://", "https://")) for url in j.urls),
+            f"judge.urls: write each as http://host:port/v1, got {j.urls}",
+        ),
+        (not j.urls and j.replicas < 1, f"judge.replicas must be >= 1, got {j.replicas}"),
+    ]
+
+
+def _dispatch_rules(cfg: Config) -> list[tuple[bool, str]]:
+    d, v, h = cfg.dispatch, cfg.validation, cfg.health
+    positive = {
+        "dispatch.attempt": d.attempt, "dispatch.attempts": d.attempts, "dispatch.breaker": d.breaker,
+        "dispatch.rest": d.rest, "dispatch.in_flight": d.in_flight, "dispatch.queue": d.queue,
+        "dispatch.patience": d.patience, "health.every": h.every,
+    }  # fmt: skip
+    return [
+        *((value <= 0, f"{name} must be > 0, got {value}") for name, value in positive.items()),
+        (d.affinity < 0, f"dispatch.affinity must be >= 0, got {d.affinity}"),
+        (v.every < 0, f"validation.every must be >= 0, got {v.every}"),
+        (not 0 < v.share <= 1, f"validation.share must lie in (0, 1], got {v.share}"),
+        (
+            v.every > 0 and cfg.data.held_out == 0,
+            "validation.every needs held-out prompts: set data.held_out",
+        ),
+        (h.canaries < 0, f"health.canaries must be >= 0, got {h.canaries}"),
+        (
+            cfg.staleness.pick != "" and ":" not in cfg.staleness.pick,
+            f'staleness.pick: write it as "path/to/file.py:name", got {cfg.staleness.pick!r}',
+        ),
     ]
 
 
@@ -157,8 +278,28 @@ def _loss_rules(cfg: Config) -> list[tuple[bool, str]]:
 
 def _teacher_rules(cfg: Config) -> list[tuple[bool, str]]:
     owners: dict[str, str] = {}
-    rules = []
+    mix, loss = cfg.loss.distill_mix, cfg.loss
+    rules = [
+        (
+            mix in ("arithmetic", "geometric") and loss.distill_top_k > 0,
+            f"loss.distill_mix {mix} mixes whole distributions, and with distill_top_k each teacher sends "
+            "another part of its own: set distill_top_k 0, or distill_mix sum",
+        ),
+        (
+            cfg.uses_teachers and 0 < cfg.teacher_replicas < len(cfg.teachers),
+            f"teacher_replicas ({cfg.teacher_replicas}) must give each of {len(cfg.teachers)} teachers one",
+        ),
+        (
+            "mixture" in cfg.teachers,
+            "teachers.mixture: the mixture of loss.distill_mix goes by that name, rename the teacher",
+        ),
+        (cfg.teacher_replicas < 0, f"teacher_replicas must be >= 0, got {cfg.teacher_replicas}"),
+    ]
     for name, teacher in cfg.teachers.items():
+        rules.append((teacher.weight <= 0, f"teachers.{name}.weight must be > 0, got {teacher.weight}"))
+        rules.append((teacher.replicas < 1, f"teachers.{name}.replicas must be >= 1"))
+        if mix != "routed":
+            continue
         rules.append((not teacher.keys, f"teachers.{name}.keys is empty: it would never be asked"))
         for key in teacher.keys:
             rules.append((key in owners, f"key {key!r} has two teachers, {owners.get(key)} and {name}"))

@@ -9,6 +9,12 @@ from typing import Any, get_origin, get_type_hints
 
 from rl.config import ConfigError
 
+# A section's name alone names the field that people mean by it.
+SHORT = {"--data": "--data.file", "--judge": "--judge.model", "--scalar": "--scalar.model",
+         "--policy": "--policy.model"}  # fmt: skip
+# What others have and people look for here, and where it is.
+ELSEWHERE = {"--reward.kl": "there is no KL in the reward, it is a term of the objective: set --loss.kl and "
+                            "--loss.kl-form"}  # fmt: skip
 _TRUE, _FALSE = {"true", "1", "yes"}, {"false", "0", "no"}
 
 
@@ -43,6 +49,7 @@ def normalise(argv: Sequence[str], config: Any) -> list[str]:
     Booleans: --a.b, --a.no-b, --a.b False, --a.b=False become --a.b True|False (wandb's agent writes
     --a.b=True).
     Tuples: --a.b=(1, 2), --a.b "[1, 2]" become --a.b 1 2. Underscores and hyphens are the same.
+    Short names (SHORT) become whole ones.
     Raises ConfigError for a boolean that is neither.
     """
     kinds = {_key(path): kind for path, kind in leaves(config)}
@@ -51,6 +58,10 @@ def normalise(argv: Sequence[str], config: Any) -> list[str]:
     while queue:
         arg = queue.pop(0)
         name, equals, attached = arg.partition("=")
+        if name in ELSEWHERE:
+            raise ConfigError(f"{name}: {ELSEWHERE[name]}")
+        name = SHORT.get(name, name)
+        arg = name + equals + attached
         key = _key(name.removeprefix("--"))
         section, _, last = key.rpartition(".")
         positive = f"{section}.{last.removeprefix('no-')}".lstrip(".")
@@ -70,6 +81,11 @@ def normalise(argv: Sequence[str], config: Any) -> list[str]:
         else:
             out.append(arg)
     return out
+
+
+def given(args: Sequence[str]) -> set[str]:
+    """Dotted names of the fields that normalised arguments set."""
+    return {a.partition("=")[0].removeprefix("--").replace("-", "_") for a in args if a.startswith("--")}
 
 
 def _key(name: str) -> str:

@@ -68,6 +68,14 @@ class Display:
             self._printed = now
             self.console.print(Text("  ".join(f"{name} {cell}" for name, cell in row.items() if cell)))
 
+    def validation(self, found: Mapping[str, float]) -> None:
+        named = {name.removeprefix("validation/"): value for name, value in found.items()}
+        said = [f"{name} {named[name]:.3f}" for name in ("truth", "judge", "scalar") if name in named]
+        self.note(
+            f"validation of version {named['version']:.0f}: {', '.join(said)} "
+            f"({named['prompts']:.0f} prompts, {named['seconds']:.1f} s)"
+        )
+
     def end_live(self) -> None:
         if self._live is not None:
             self._live.stop()

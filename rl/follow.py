@@ -3,45 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
-from rl.config import Config, route
+from rl.admission import Ready
+from rl.config import Config
 from rl.ledger import Kind
 from rl.lessons import Rated
-from rl.rewards import combine
+from rl.rewards.combine import combine, truths
 from rl.roles import Pool, Roles
 from rl.seeds import fold_in
-from rl.types import Outcome, Prompt, SampleMeta, Verdict
+from rl.teaching import Said, teachers_of
+from rl.types import Outcome, Prompt, SampleMeta, Score, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One prompt's samples with all that was said of them. `tokens`, `teacher`, `reference` are
+    """One prompt's samples with all that was said of them. `tokens`, `reference` and what teachers said are
     references."""
 
     ordinal: int
     prompt: Prompt
     metas: Sequence[SampleMeta]
-    verdicts: Sequence[Verdict]  # of the judge; empty without one
-    outcomes: Sequence[dict[str, Outcome]]  # producer → outcome, for each sample
-    told: Sequence[dict[str, Any]]  # what functions said beside their score, for each sample
+    verdicts: Sequence[Mapping[str, Verdict]]  # producer → what it says, for each sample
     rewards: tuple[float | None, ...]
+    truth: Sequence[float | None]  # by the rule, which no judge sees; for the metrics
     tokens: Any
-    teacher: Any = None
+    teachers: Mapping[str, Said] = field(default_factory=dict)
     reference: Any = None
+
+    def rewarded(self, weights: Mapping[str, float]) -> Group:
+        """The group with its rewards under other weights of the producers."""
+        return replace(self, rewards=tuple(combine(outcomes(of), weights) for of in self.verdicts))
 
     @property
     def version_min(self) -> int:
         return min(m.version_min for m in self.metas)
 
     @property
+    def ready(self) -> Ready:
+        rewards = [r for r in self.rewards if r is not None]
+        return Ready(self.ordinal, self.version_min, self.prompt.key, fmean(rewards) if rewards else None)
+
+    @property
     def rated(self) -> Rated:
         return Rated(
             n_tokens=tuple(m.n_tokens for m in self.metas),
             rewards=self.rewards,
-            taught=self.teacher is not None,
+            weight=self.prompt.weight,
+            teachers=tuple(self.teachers),
         )
 
 
@@ -61,7 +73,7 @@ async def follow(
         return None
     mark("generate")
     texts = [meta.text for meta in metas]
-    (verdicts, outcomes, told), teacher, reference = await asyncio.gather(
+    verdicts, teachers, reference = await asyncio.gather(
         _rate(cfg, roles, prompt, texts, seeds, mark),
         _teach(cfg, roles, prompt, tokens, mark),
         _score(cfg, roles.reference, tokens),
@@ -71,13 +83,25 @@ async def follow(
         prompt=prompt,
         metas=metas,
         verdicts=verdicts,
-        outcomes=outcomes,
-        told=told,
-        rewards=tuple(combine(by_producer, cfg.reward.weights) for by_producer in outcomes),
+        truth=await _truth(cfg, prompt, texts, verdicts),
+        rewards=tuple(combine(outcomes(of), cfg.reward.weights) for of in verdicts),
         tokens=tokens,
-        teacher=teacher,
+        teachers=teachers,
         reference=reference,
     )
+
+
+async def _truth(
+    cfg: Config, prompt: Prompt, texts: list[str], verdicts: Sequence[Mapping[str, Verdict]]
+) -> Sequence[float | None]:  # fmt: skip
+    if not cfg.reward.rule:
+        return await truths(cfg.reward.rule_name, prompt, texts)
+    said = [of["rule"].outcome for of in verdicts]
+    return [outcome.value if isinstance(outcome, Score) else None for outcome in said]
+
+
+def outcomes(verdicts: Mapping[str, Verdict]) -> dict[str, Outcome]:
+    return {name: verdict.outcome for name, verdict in verdicts.items()}
 
 
 async def _rate(
@@ -87,47 +111,33 @@ async def _rate(
     texts: list[str],
     seeds: list[int],
     mark: Callable[[Kind], None],
-) -> tuple[Sequence[Verdict], list[dict[str, Outcome]], list[dict[str, Any]]]:
-    """Judge, rule and functions at the same time: (the judge's verdicts, producer → outcome of each sample,
-    what functions told of each sample beside the score)."""
-    judge, producers = roles.judge, roles.producers()
-    wait = {name: cfg.deadlines.judge if name == "rule" else _longest_queue(cfg) for name in producers}
+) -> list[dict[str, Verdict]]:
+    """All producers at the same time: for each sample, what each of them says."""
     own = [fold_in(seed, "judge") for seed in seeds]
-    verdicts, rated = await asyncio.gather(
-        judge.call("judge", prompt, texts, own, deadline=cfg.deadlines.judge) if judge else _none(),
-        asyncio.gather(
-            *(p.call("rate", prompt, texts, deadline=wait[name]) for name, p in producers.items())
-        ),
-    )
-    outcomes: list[dict[str, Outcome]] = [{} for _ in texts]
-    told: list[dict[str, Any]] = [{} for _ in texts]
-    for by_producer, verdict in zip(outcomes, verdicts, strict=False):
-        by_producer["judge"] = verdict.outcome
-    for name, ratings in zip(producers, rated, strict=True):
-        for i, (outcome, metrics) in enumerate(ratings):
-            outcomes[i][name] = outcome
-            told[i] |= {f"{name}/{key}": value for key, value in metrics.items()}
-    if judge or producers:
+    by_producer = await asyncio.gather(*(p.rate(prompt, texts, own) for p in roles.producers.values()))
+    if roles.producers:
         mark("score")
-    return verdicts, outcomes, told
+    return [
+        {name: verdicts[i] for name, verdicts in zip(roles.producers, by_producer, strict=True)}
+        for i in range(len(texts))
+    ]
 
 
-def _longest_queue(cfg: Config) -> float:
-    """Seconds until a function must have answered, if every call before ours takes all its time."""
-    calls = (cfg.staleness.max_age + 1) * cfg.trainer.prompts * cfg.sampler.samples
-    return cfg.deadlines.judge + cfg.reward.fn_deadline * calls / cfg.reward.fn_workers
-
-
-async def _none() -> tuple[()]:
-    return ()
-
-
-async def _teach(cfg: Config, roles: Roles, prompt: Prompt, tokens: Any, mark: Callable[[Kind], None]) -> Any:
+async def _teach(
+    cfg: Config, roles: Roles, prompt: Prompt, tokens: Any, mark: Callable[[Kind], None]
+) -> dict[str, Said]:
+    """Teacher → what it says, of all teachers that the prompt's key has, asked at the same time."""
     if not roles.teachers:
-        return None
-    scores = await _score(cfg, roles.teachers[route(cfg)[prompt.key]], tokens)
+        return {}
+    names = teachers_of(cfg, prompt.key)
+    said = await asyncio.gather(*(_hear(cfg, roles.teachers[name], tokens) for name in names))
     mark("teach")
-    return scores
+    return dict(zip(names, said, strict=True))
+
+
+async def _hear(cfg: Config, pool: Pool, tokens: Any) -> Said:
+    said, scores = await pool.call("teach", tokens, deadline=cfg.deadlines.teach, returns=2)
+    return replace(said, scores=scores)
 
 
 async def _score(cfg: Config, pool: Pool | None, tokens: Any) -> Any:

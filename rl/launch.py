@@ -6,19 +6,21 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl import checkpoint, plan, summary
-from rl.config import Config, ConfigError, route
-from rl.data import DataError, Row, Stream, make_prompts, read_jsonl
+from rl.config import Config, ConfigError
+from rl.data import intake
+from rl.data.prompts import DataError, Row, Stream, fingerprint
 from rl.display import Display
 from rl.ledger import Ledger
 from rl.log import RunLog, changes, new_folder
-from rl.types import Prompt
+from rl.rewards.functions import load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,9 @@ class Start:
     ledger: Ledger = Ledger()
     events: int = 0
     before: dict[str, float] | None = None
+    canaries: Sequence[str] = ()
+    watched: Mapping[str, Any] = field(default_factory=dict)
+    data: str | None = None  # fingerprint of the prompts
     checkpoint: Path | None = None
 
 
@@ -38,16 +43,17 @@ def launch(cfg: Config, *, only_plan: bool, resume: str | None) -> int:
     began = time.monotonic()
     with Display(cfg.trainer.steps) as show, ExitStack() as stack:
         try:
-            rows = read_rows(cfg)
-            for spec in cfg.reward.fn:
-                if not Path(spec.rpartition(":")[0]).is_file():
-                    raise ConfigError(f"reward.fn: there is no file {spec.rpartition(':')[0]}")
+            intake.check_files(cfg)
+            rows = intake.read_data(cfg)
+            intake.check_templates(
+                cfg, has_answers=all(row.answer is not None for part in rows for row in part)
+            )
             nodes = local_nodes()
             if cfg.ray.address is not None:
                 from rl.actors.cluster import cluster
 
                 nodes = stack.enter_context(cluster(cfg))
-            placed = plan.make_plan(cfg, nodes)
+            placed = plan.make_plan(cfg, nodes, prompts=Counter(row.key for row in rows[0]))
             from rl.objective import describe
 
             show.lines("plan", plan.describe(cfg, placed))
@@ -64,36 +70,6 @@ def local_nodes() -> list[plan.Node]:
     import torch
 
     return [plan.Node("this machine", float(os.cpu_count() or 1), float(torch.cuda.device_count()))]
-
-
-def read_rows(cfg: Config) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows), checked for all that can be known without a model."""
-    if cfg.data.file is None:
-        from rl.demo.tasks import make_prompts as demo_prompts
-
-        train = _rows(demo_prompts(cfg.data.tasks, cfg.data.size, cfg.seed, "train"))
-        held_out = _rows(demo_prompts(cfg.data.tasks, cfg.data.held_out, cfg.seed, "held_out"))
-    else:
-        rows = read_jsonl(cfg.data.file)
-        if len(rows) <= cfg.data.held_out:
-            raise DataError(
-                f"{cfg.data.file} has {len(rows)} prompts; data.held_out ({cfg.data.held_out}) leaves none"
-            )
-        cut = len(rows) - cfg.data.held_out
-        train, held_out = rows[:cut], rows[cut:]
-    served = route(cfg) if cfg.uses_teachers else None
-    for row in (*train, *held_out):
-        if cfg.reward.rule and row.answer is None:
-            raise DataError(f"{row.where}: the prompt has no answer, and reward.rule needs one")
-        if served is not None and row.key not in served:
-            raise DataError(
-                f"{row.where}: key {row.key!r} has no teacher; the teachers serve {sorted(served)}"
-            )
-    return train, held_out
-
-
-def _rows(problems: list[tuple[str, str, str]]) -> list[Row]:
-    return [Row(f"demo problem {text}", text, answer, key, {}) for text, answer, key in problems]
 
 
 def find_start(cfg: Config, resume: str | None, show: Display) -> Start:
@@ -130,13 +106,16 @@ def _launch(
     began: float,
 ) -> int:
     from rl.actors.cluster import Casting, cast_roles, cluster, seated, stop_roles
-    from rl.loop import Loop, NothingToTrain
+    from rl.loop import Loop, NothingToTrain, PickError
     from rl.roles import RoleError
     from rl.sources import load_bundles, resolve
     from rl.sync import SyncError
 
     bundles = load_bundles(cfg, resolve(cfg, show), start.checkpoint)
-    prompts, held_out = (_encode(cfg, part, bundles) for part in rows)
+    prompts, held_out = (intake.encode(cfg, part, bundles["policy"], show) for part in rows)
+    data = fingerprint(rows[0])
+    if start.data is not None and start.data != data:
+        show.note("changed since the run began: the prompts themselves, or their order", "yellow")
     folder = start.folder or new_folder(cfg)
     resumed = str(start.checkpoint) if start.checkpoint else None
     if cfg.ray.address is None:
@@ -154,10 +133,14 @@ def _launch(
             version=start.version,
             ledger=start.ledger,
             before=start.before,
+            canaries=list(start.canaries),
+            watched=dict(start.watched),
+            data=data,
+            pick=load(cfg.staleness.pick) if cfg.staleness.pick else None,
         )
         show.note(f"starting {len(placed.seats)} actors; the run's files: {folder}")
         result = asyncio.run(_until_done(loop, resumed))
-    except (RoleError, SyncError, NothingToTrain) as error:
+    except (RoleError, SyncError, NothingToTrain, PickError) as error:
         show.end_live()
         show.note(f"the run ended: {error}", "bold red")
         if checkpoint.newest(folder, lambda text: None):
@@ -183,14 +166,3 @@ async def _until_done(loop: Any, resume: str | None) -> dict[str, Any]:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     return await loop.run(resume)
-
-
-def _encode(cfg: Config, rows: list[Row], bundles: Mapping[str, Any]) -> list[Prompt]:
-    policy = bundles["policy"]
-    return make_prompts(
-        rows,
-        policy.tokenizer,
-        needs_answer="reward.rule" if cfg.reward.rule else None,
-        keys=route(cfg) if cfg.uses_teachers else None,
-        max_prompt=min(policy.cfg.max_len, cfg.trainer.micro_tokens) - cfg.sampler.max_tokens,
-    )

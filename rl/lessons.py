@@ -1,31 +1,33 @@
 """From rewards to what every sample teaches: its advantage, and its weight in each term of the loss.
 
 This is the one place where anything is averaged: weights come from the counts of the whole optimiser step,
-so that
-micro-batches and ranks only ever add.
+so that micro-batches and ranks only ever add.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import fsum
 
 import torch
 
 from losses import row_weight
 from rl import forms
 from rl.config import Loss
+from rl.teaching import MIXED, MIXTURE
 
-TERMS = ("policy", "kl", "distill")
+TERMS = ("policy", "kl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
     """One sample. `weight[term]` is that of each of its tokens; 0 where the sample takes no part in the
-    term."""
+    term. `distill[teacher]` likewise, of the teachers that it has, or of their MIXTURE."""
 
     adv: float
     weight: Mapping[str, float]
+    distill: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class Rated:
 
     n_tokens: tuple[int, ...]
     rewards: tuple[float | None, ...]
-    taught: bool  # its prompt has a teacher
+    teachers: tuple[str, ...] = ()  # of its prompt
+    weight: float = 1.0  # of its prompt: a factor of each term, which leaves the counts as they are
 
 
 def advantages(groups: Sequence[Rated], loss: Loss) -> tuple[list[list[float]], list[bool]]:
@@ -46,26 +49,63 @@ def advantages(groups: Sequence[Rated], loss: Loss) -> tuple[list[list[float]], 
     return adv.tolist(), aux["signal"].tolist()
 
 
-def make_lessons(groups: Sequence[Rated], loss: Loss, *, norm_length: int) -> list[list[Lesson]]:
+def make_lessons(
+    groups: Sequence[Rated], loss: Loss, *, norm_length: int, teachers: Mapping[str, float] | None = None
+) -> list[list[Lesson]]:
     """Lessons [P][G] of the groups of one optimiser step.
 
     Counted in the policy term: samples with a reward (a group without signal counts, with advantage 0),
-    and taught ones
-    where the teacher acts through the advantage; in kl: all; in distill: the samples of taught groups.
-    `norm_length`: the L of agg="constant", in tokens.
+    and taught ones where the teacher acts through the advantage; in kl: all. Distillation, with the weights
+    w_k of `teachers`, the mean by loss.agg, and D_k the divergence from teacher k:
+
+    routed, sum            Σ_k w_k mean_k(D_k) / Σ_k w_k    mean_k over the tokens that k taught: what one
+                                                            teacher is asked changes nothing for the others
+    arithmetic, geometric  mean(D), D from the mixture of the prompt's teachers, over all taught tokens
+
+    Σ_k w_k is over all teachers of the run, also one that no prompt of this step has.
+    `norm_length`: the L of agg="constant", in tokens. Raises ValueError for a teacher without weight.
     """
     adv, _ = advantages(groups, loss)
     steered = loss.distill != 0 and loss.distill_form == "advantage"
     keep = {
-        "policy": [[r is not None or (steered and g.taught) for r in g.rewards] for g in groups],
+        "policy": [[r is not None or (steered and bool(g.teachers)) for r in g.rewards] for g in groups],
         "kl": [[True] * len(g.rewards) for g in groups],
-        "distill": [[g.taught] * len(g.rewards) for g in groups],
     }
     weight = {term: _weights(groups, keep[term], loss, norm_length) for term in TERMS}
+    distill = _distill(groups, loss, norm_length, teachers or {})
     return [
-        [Lesson(adv=adv[p][i], weight={t: weight[t][p][i] for t in TERMS}) for i in range(len(g.n_tokens))]
+        [
+            Lesson(
+                adv=adv[p][i],
+                weight={t: g.weight * weight[t][p][i] for t in TERMS},
+                distill={
+                    k: g.weight * w[p][i] for k, w in distill.items() if k in g.teachers or k == MIXTURE
+                },
+            )
+            for i in range(len(g.n_tokens))
+        ]
         for p, g in enumerate(groups)
     ]
+
+
+def _distill(
+    groups: Sequence[Rated], loss: Loss, norm_length: int, teachers: Mapping[str, float]
+) -> dict[str, list[list[float]]]:
+    """Teacher, or MIXTURE → weight [P][G] of each of the samples' tokens."""
+    asked = {name for g in groups for name in g.teachers}
+    if asked - teachers.keys():
+        raise ValueError(f"make_lessons: {sorted(asked - teachers.keys())} have no weight in {teachers}")
+
+    def mean(names: set[str]) -> list[list[float]]:
+        keep = [[not names.isdisjoint(g.teachers)] * len(g.rewards) for g in groups]
+        return _weights(groups, keep, loss, norm_length)
+
+    if loss.distill_mix in MIXED:
+        return {MIXTURE: mean(asked)} if asked else {}
+    total = fsum(teachers.values())
+    return {
+        name: [[teachers[name] / total * w for w in row] for row in mean({name})] for name in sorted(asked)
+    }
 
 
 def _weights(

@@ -1,5 +1,5 @@
-"""What a run leaves behind: config.json, metrics.jsonl, ledger.jsonl, samples.jsonl, and a wandb run.
-Written at once."""
+"""What a run leaves behind: config.json, metrics.jsonl, ledger.jsonl, samples.jsonl, calls.jsonl (of judges),
+validation.jsonl, and a wandb run. Written at once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from rl.config import Config, to_dict
 from rl.ledger import Event
+from rl.types import Call
 
 
 def git_revision(root: Path) -> str | None:
@@ -67,15 +68,19 @@ class RunLog:
         after it is cut off."""
         self.folder, self.events = folder, events
         _keep(folder / "metrics.jsonl", lambda _, line: line["step"] <= version)
-        _keep(folder / "samples.jsonl", lambda _, line: line["step"] <= version)
+        for name in ("samples", "calls", "validation"):
+            _keep(folder / f"{name}.jsonl", lambda _, line: line["step"] <= version)
         _keep(folder / "ledger.jsonl", lambda i, _: i < events)
         resolved = {"git": git_revision(Path(__file__).parents[1]), **to_dict(cfg)}
         name = f"config_resumed_{version:06d}.json" if (folder / "config.json").exists() else "config.json"
         (folder / name).write_text(json.dumps(resolved, indent=2))
-        self._files = {n: (folder / f"{n}.jsonl").open("a") for n in ("metrics", "ledger", "samples")}
+        names = ("metrics", "ledger", "samples", "calls", "validation")
+        self._files = {n: (folder / f"{n}.jsonl").open("a") for n in names}
+        self._step = version  # the last one logged
         self._wandb = _start_wandb(cfg, folder, resolved)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._step = step
         self._write("metrics", {"step": step, "time": time.time(), **values})
         if self._wandb is not None:
             self._wandb.log(dict(values), step=step)
@@ -87,6 +92,17 @@ class RunLog:
     def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
             self._write("samples", record)
+
+    def calls(self, step: int, ordinal: int, calls: Iterable[Call]) -> None:
+        """Every call to a judge, failed ones too, for prompt `ordinal`, while the trainer was at `step`."""
+        for call in calls:
+            self._write("calls", {"step": step, "ordinal": ordinal, **asdict(call)})
+
+    def validation(self, values: Mapping[str, float]) -> None:
+        """`step` is the version that was validated, not the one that the trainer has come to meanwhile."""
+        self._write("validation", {"step": int(values["validation/version"]), "time": time.time(), **values})
+        if self._wandb is not None:
+            self._wandb.log(dict(values), step=self._step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         (self.folder / "summary.json").write_text(json.dumps(values, indent=2))
@@ -135,7 +151,9 @@ def _start_wandb(cfg: Config, folder: Path, resolved: Mapping[str, Any]):
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
-    return wandb.init(
+    run = wandb.init(
         project=cfg.log.project, name=folder.name, id=folder.name, dir=str(folder), mode=mode, resume="allow",
         config=dict(resolved),
     )  # fmt: skip
+    run.define_metric("validation/*", step_metric="validation/version")
+    return run

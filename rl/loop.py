@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rl import admission, checkpoint, lessons, packing, sync
-from rl.actors.trainer import Errand
+from rl import admission, checkpoint, errand, lessons, sync
 from rl.config import Config
-from rl.data import Stream
+from rl.data.prompts import Stream
 from rl.display import Display
-from rl.evaluate import evaluate
-from rl.follow import Group, follow
+from rl.follow import Group, follow, outcomes
+from rl.judges.health import Watch
 from rl.ledger import Event, Kind, Ledger, Reason, apply
 from rl.log import RunLog
 from rl.monitor import Monitor
-from rl.rewards import RULES
+from rl.proctor import Proctor
 from rl.roles import RoleError, Roles
 from rl.types import InfraFail, Prompt
 
@@ -37,8 +36,15 @@ HINTS = {
 }
 
 
+WATCH_S = 0.2  # seconds between looks at the pools
+
+
 class NothingToTrain(RuntimeError):
     """Groups keep being dropped and none becomes ready: the run ends and says why."""
+
+
+class PickError(RuntimeError):
+    """The user's choice of a batch failed, or is none."""
 
 
 @dataclass(slots=True)
@@ -52,18 +58,32 @@ class Loop:
     version: int = 0  # the trainer's
     ledger: Ledger = field(default_factory=Ledger)
     before: dict[str, float] | None = None  # held-out results at version 0; a resumed run brings them along
+    canaries: list[str] = field(default_factory=list)  # the first held-out answers at version 0, likewise
+    watched: dict[str, Any] = field(default_factory=dict)  # what a resumed run knows of its judges
+    data: str = ""  # fingerprint of the prompts
+    pick: Callable[..., Sequence[int]] | None = None  # staleness.pick
     stop: bool = False  # set from outside: finish the step, save, end
     served: int = 0  # the version that every engine has proved to hold
     barren: int = 0  # groups dropped since the last one became ready
+    held: str = ""  # why no new group is admitted just now
     ready: dict[int, Group] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
     followers: set[asyncio.Task[None]] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
     monitor: Monitor = field(init=False)
+    proctor: Proctor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.monitor = Monitor(self.roles.engines(), RULES[self.cfg.reward.rule_name])
+        cfg = self.cfg
+        bounded = {"judge": True, "scalar": cfg.scalar.activation == "sigmoid"}
+        watches = {n: Watch(cfg.health, n, bounded[n]) for n in self.roles.judges}
+        self.monitor = Monitor(self.roles, watches)
+        for name, state in self.watched.items():
+            watches[name] = Watch.from_dict(state, cfg.health, name=name, bounded=bounded[name])
+        self.proctor = Proctor(
+            cfg, self.roles, self.held_out, self.monitor, self.log, self.show, self.canaries
+        )
 
     # ── the run ───────────────────────────────────────────────────────────────────────────────────
 
@@ -78,17 +98,19 @@ class Loop:
         first = self.version
         await self._bring_up(resume)
         if self.before is None:
-            self.before = await evaluate(self.cfg, self.roles, self.held_out)
+            self.before = await self.proctor.begin()
         self.monitor.begin()
         async with self.tasks:
             poll = self.tasks.create_task(self.monitor.poll(self.cfg.deadlines.sync))
+            watch = self.tasks.create_task(self._watch())
             for ordinal in self.ledger.live:  # of a resumed run: what was under way starts again
                 self._apply(self._event("drop", ordinal, reason="infra", again=True))
             self._admit()
             await self._train()
-            for task in (poll, *self.followers):
+            await self.proctor.end()
+            for task in (poll, watch, *self.followers):
                 task.cancel()
-        after = await evaluate(self.cfg, self.roles, self.held_out)
+        after, _ = await self.proctor.evaluate()
         reached = {"version": self.version, "steps": self.version - first}
         return {"before": self.before, "after": after, **reached, **self.monitor.totals(self.ledger)}
 
@@ -104,16 +126,31 @@ class Loop:
                     "load", lambda rank: (resume, self.version), deadline=config.deadlines.train
                 )
 
-        pools = [*self.roles.engines().values(), *self.roles.producers().values()]
         async with asyncio.TaskGroup() as tasks:
-            for pool in pools:
+            for pool in self.roles.pools():
                 tasks.create_task(pool.all("start", deadline=wait))
             tasks.create_task(start_trainer())
         await self._serve()
 
+    async def _watch(self) -> None:
+        """While a judge or teacher is down, or its queue is full, no new group is admitted."""
+        while True:
+            for pool in self.roles.pools():
+                pool.check()
+            held = next((pool.trouble for pool in self.roles.pools() if pool.trouble), "")
+            if held and not self.held:
+                self.show.note(f"no new groups are admitted: {held}", "yellow")
+            elif self.held and not held:
+                self.show.note("going on: new groups are admitted again", "yellow")
+            self.held = held
+            self._admit()
+            await asyncio.sleep(WATCH_S)
+
     # ── a group's life ────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
+        if self.held:
+            return
         room = admission.room(
             trained=self.ledger.trained, live=len(self.ledger.live), version=self.served,
             max_age=self.cfg.staleness.max_age,
@@ -139,10 +176,12 @@ class Loop:
     def _settle(self, group: Group) -> None:
         """Ready, or dropped because nothing can be learnt from it."""
         self.monitor.saw(group)
-        loss, taught = self.cfg.loss, group.teacher is not None
+        calls = (call for of in group.verdicts for v in of.values() for call in v.calls)
+        self.log.calls(self.version, group.ordinal, calls)
+        loss, taught = self.cfg.loss, bool(group.teachers)
         if self.cfg.uses_reward and not taught:
             if all(r is None for r in group.rewards):
-                said = [o for by in group.outcomes for o in by.values()]
+                said = [o for of in group.verdicts for o in outcomes(of).values()]
                 unanswered = bool(said) and all(isinstance(o, InfraFail) for o in said)
                 return self._drop(group.ordinal, "infra" if unanswered else "judge", again=unanswered)
             _, signal = lessons.advantages([group.rated], loss)
@@ -194,6 +233,7 @@ class Loop:
             )
             self.log.metrics(self.version, values)
             self.log.samples(self.monitor.examples(groups, self.version))
+            self.proctor.stepped(self.version, self.tasks)
             self.show.step(self.version, values)
             last = self.version == cfg.trainer.steps or self.stop
             if cfg.checkpoint.every and (self.version % cfg.checkpoint.every == 0 or last):
@@ -206,8 +246,9 @@ class Loop:
         """The B oldest ready groups that are young enough; those too old are dropped and issued again."""
         cfg = self.cfg
         while True:
+            ready = [group.ready for group in self.ready.values()]
             formed = admission.form_batch(
-                [admission.Ready(g.ordinal, g.version_min) for g in self.ready.values()],
+                ready,
                 self.ledger.live.keys() - self.ready.keys(),
                 version=self.version,
                 max_age=cfg.staleness.max_age,
@@ -217,12 +258,26 @@ class Loop:
             for ordinal in formed.stale:
                 self._drop(ordinal, "stale", again=True)
             if formed.take:
-                return [self.ready[o] for o in formed.take]
+                weights = cfg.reward.weights_at(self.version)
+                return [self.ready[o].rewarded(weights) for o in self._chosen(formed, ready)]
             if self.barren >= cfg.deadlines.patience:
                 raise NothingToTrain(self._why_barren())
             self.changed.clear()
             with self.monitor.waiting():
+                self.proctor.validation.idle.set()
                 await self.changed.wait()
+                self.proctor.validation.idle.clear()
+
+    def _chosen(self, formed: admission.Formed, ready: Sequence[admission.Ready]) -> Sequence[int]:
+        """The oldest, or what the user's own function takes of those that are young enough."""
+        if self.pick is None:
+            return formed.take
+        fresh = [r for r in ready if r.ordinal not in formed.stale]
+        prompts = self.cfg.trainer.prompts
+        try:
+            return admission.checked_pick(self.pick(fresh, self.version, prompts), fresh, prompts)
+        except Exception as error:  # whatever the user's function raises
+            raise PickError(f"{self.cfg.staleness.pick}: {type(error).__name__}: {error}") from error
 
     def _why_barren(self) -> str:
         counts = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ledger.dropped.items()))
@@ -235,33 +290,16 @@ class Loop:
 
     async def _step(self, groups: Sequence[Group]) -> dict[str, float]:
         cfg = self.cfg
-        lengths = [[len(g.prompt.ids) + m.n_tokens for m in g.metas] for g in groups]
-        owners = packing.plan_ranks(lengths, cfg.trainer.ranks)
-        micros = packing.plan_micros(lengths, owners, cfg.trainer.micro_tokens)
-        taught = lessons.make_lessons([g.rated for g in groups], cfg.loss, norm_length=cfg.sampler.max_tokens)
-
-        def errand(rank: int) -> list[Any]:
-            mine = [groups[g] for g in owners[rank]]
-            arrays = [a for g in mine for a in (g.tokens, g.teacher, g.reference) if a is not None]
-            return [
-                Errand(
-                    groups=owners[rank],
-                    micros=micros[rank],
-                    lessons=tuple(taught[g] for g in owners[rank]),
-                    has_teacher=tuple(g.teacher is not None for g in mine),
-                    has_reference=cfg.uses_reference,
-                ),
-                *arrays,
-            ]
-
+        errands = errand.pack(cfg, groups)
         with self.monitor.training():
-            return await self.roles.trainer.call("step", errand, deadline=cfg.deadlines.train)
+            return await self.roles.trainer.call("step", errands.__getitem__, deadline=cfg.deadlines.train)
 
     async def _sync(self) -> None:
-        await self._serve()
+        published = await self._serve()
         self._admit()
+        self.proctor.served(*published, self.tasks)
 
-    async def _serve(self) -> None:
+    async def _serve(self) -> tuple[sync.Manifest, Any]:
         """Publish the trainer's weights, hand them to every sampler, and see the proof that they arrived."""
         wait = self.cfg.deadlines.sync
         with self.monitor.training():
@@ -271,6 +309,7 @@ class Loop:
         for handle, report in zip(self.roles.sampler.handles, reports, strict=True):
             sync.verify(manifest, report, handle.name)
         self.served = manifest.version
+        return manifest, weights
 
     async def _cut_hopeless(self) -> None:
         """End running groups that would be too old to train: they began before the bound."""
@@ -291,7 +330,13 @@ class Loop:
             raise RoleError(
                 f"{', '.join(unseen)} cannot write to {aside}: log.dir must be a folder that all nodes share"
             )
-        extra = {"events": self.log.events, "before": self.before}
+        extra = {
+            "events": self.log.events,
+            "before": self.before,
+            "canaries": self.proctor.canaries,
+            "data": self.data,
+            "watched": {name: watch.to_dict() for name, watch in self.monitor.watches.items()},
+        }
         checkpoint.commit(folder, self.version, self.ledger, extra, keep=self.cfg.checkpoint.keep)
 
 

@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from rl import teaching
 from rl.engines.base import EngineStats
 from rl.follow import Group
-from rl.functions import union
+from rl.judges.health import Seen, Watch
 from rl.ledger import Ledger
 from rl.lessons import advantages
-from rl.rewards import Rule, kinds
-from rl.roles import Pool
-from rl.types import InfraFail, ParseFail, Score, Verdict
+from rl.pool import SIMPLE, Pool
+from rl.replica import RoleError
+from rl.rewards.combine import kinds
+from rl.rewards.functions import union
+from rl.roles import Roles
+from rl.types import InfraFail, ParseFail, Verdict
 
 POLL_S = 1.0  # seconds between looks at the engines
 RATE_S = 5.0  # seconds over which the throughput is averaged
@@ -28,8 +32,8 @@ RATE_S = 5.0  # seconds over which the throughput is averaged
 class Monitor:
     """Counters of one run. Times are seconds; shares lie in [0, 1]."""
 
-    engines: Mapping[str, Pool]
-    rule: Rule  # the ground truth, which no judge sees
+    roles: Roles
+    watches: Mapping[str, Watch] = field(default_factory=dict)  # judge → its health
     began: float = field(default_factory=time.monotonic)
     last_step: float = field(default_factory=time.monotonic)
     trainer_busy: float = 0.0
@@ -37,8 +41,12 @@ class Monitor:
     tokens: deque[tuple[float, int]] = field(
         default_factory=deque
     )  # (when, sampled by policy and judge), recent
-    outcomes: Counter[str] = field(default_factory=Counter)  # of the judge, since the last step
-    all_outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)  # of each judge, since the last step
+    all_outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    groups: int = 0  # seen so far
+    aside: dict[str, float] = field(default_factory=dict)  # metrics that go with the next step's
+    alarms: dict[str, str] = field(default_factory=dict)  # that stand: name → message
+    raised: dict[str, int] = field(default_factory=dict)  # alarm → how often it was found
     last_failure: str = ""  # of a judge or rule, in its own words
     dropped_lengths: list[int] = field(default_factory=list)
     trained_lengths: list[int] = field(default_factory=list)
@@ -71,33 +79,60 @@ class Monitor:
 
     async def poll(self, deadline: float) -> None:
         """Ask every engine once a second how busy it was; runs until it is cancelled."""
-        before: dict[str, list[EngineStats]] = {}
+        engines = self.roles.engines()
+        before: dict[str, list[EngineStats | None]] = {}
         while True:
-            asked = (pool.all("stats", deadline=deadline) for pool in self.engines.values())
-            now = dict(zip(self.engines, await asyncio.gather(*asked), strict=True))
-            for name, stats in now.items() if before else ():
-                pairs = list(zip(before[name], stats, strict=True))
-                busy, wall = (
-                    fmean(b.busy_s - a.busy_s for a, b in pairs),
-                    fmean(b.wall_s - a.wall_s for a, b in pairs),
+            now = dict(
+                zip(
+                    engines,
+                    await asyncio.gather(*(_stats(pool, deadline) for pool in engines.values())),
+                    strict=True,
                 )
-                self.busy[name] = min(1.0, busy / wall) if wall else 0.0
-                self.busy_total[name] = self.busy_total.get(name, 0.0) + busy
+            )
+            for name, stats in now.items() if before else ():
+                pairs = [(a, b) for a, b in zip(before[name], stats, strict=True) if a and b]
+                wall = sum(b.wall_s - a.wall_s for a, b in pairs)
+                share = sum(b.busy_s - a.busy_s for a, b in pairs) / wall if wall > 0 else 0.0
+                self.busy[name] = min(1.0, max(0.0, share))
+                self.busy_total[name] = self.busy_total.get(name, 0.0) + self.busy[name] * POLL_S
             self.polled_s += POLL_S if before else 0.0
             before = now
             await asyncio.sleep(POLL_S)
 
     def saw(self, group: Group) -> None:
         """A group with all its outcomes, trained later or not."""
-        n = sum(m.n_tokens for m in group.metas) + sum(v.n_tokens for v in group.verdicts)
+        said = [v for of in group.verdicts for v in of.values()]
+        n = sum(m.n_tokens for m in group.metas) + sum(call.n_tokens for v in said for call in v.calls)
         self.tokens.append((time.monotonic(), n))
         self.total_tokens += n
-        for outcome in (o for by_producer in group.outcomes for o in by_producer.values()):
+        for outcome in (v.outcome for v in said):
             if isinstance(outcome, InfraFail | ParseFail):
                 self.last_failure = outcome.why if isinstance(outcome, InfraFail) else repr(outcome.text)
-        counted = kinds(v.outcome for v in group.verdicts)
-        self.outcomes += counted
-        self.all_outcomes += counted
+        for name, watch in self.watches.items():
+            verdicts = [of[name] for of in group.verdicts]
+            watch.saw(
+                Seen(group=self.groups, verdict=v, length=m.n_tokens, truth=t)
+                for v, m, t in zip(verdicts, group.metas, group.truth, strict=True)
+            )
+            counted = kinds(v.outcome for v in verdicts)
+            self.outcomes[name] = self.outcomes.get(name, Counter()) + counted
+            self.all_outcomes[name] = self.all_outcomes.get(name, Counter()) + counted
+        self.groups += 1
+
+    def look(self, canaries: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+        """Look at every judge's health; canaries: judge → canary → score. Returns alarms that are new."""
+        standing = {}
+        for name, watch in self.watches.items():
+            watch.canaries(canaries.get(name, {}))
+            values, alarms = watch.look()
+            self.aside |= values
+            standing |= {f"{name}/{alarm.name}": alarm.message for alarm in alarms}
+        self.aside |= {f"alarm/{which}": 1.0 for which in standing}
+        for which in standing:
+            self.raised[which] = self.raised.get(which, 0) + 1
+        new = [message for which, message in standing.items() if which not in self.alarms]
+        self.alarms = standing
+        return new
 
     def dropped(self, group: Group | None) -> None:
         """A ready group that became too old."""
@@ -119,13 +154,12 @@ class Monitor:
         metas = [m for g in groups for m in g.metas]
         rewards = [r for g in groups for r in g.rewards]
         scored = [r for r in rewards if r is not None]
-        truth = [
-            o.value for g in groups for m in g.metas if isinstance(o := self.rule(g.prompt, m.text), Score)
-        ]
+        truth = [t for g in groups for t in g.truth if t is not None]
         ages = [version - m.version_min for m in metas]
         self.ages += ages
         self.trained_lengths += [sum(m.n_tokens for m in g.metas) for g in groups]
-        values = dict(trained)
+        values = {**self.aside, **trained}
+        self.aside = {}
         if scored:
             values |= {"reward/mean": fmean(scored), "reward/missing": 1 - len(scored) / len(rewards)}
             _, signal = advantages([g.rated for g in groups], loss)
@@ -146,10 +180,12 @@ class Monitor:
             "throughput/step_s": wall,
             **{f"idle/{name}": 1 - share for name, share in self.busy.items()},
             "idle/trainer": max(0.0, 1 - self.trainer_busy / (now - self.began)),
-            **self._judge(),
-            **_told([told for g in groups for told in g.told]),
+            **self._judges(),
+            **self._desks(),
+            **teaching.metrics([g.teachers for g in groups]),
+            **_told([_beside(of) for g in groups for of in g.verdicts]),
         }
-        self.outcomes = Counter()
+        self.outcomes = {}
         return values
 
     def _rate(self, now: float) -> float:
@@ -157,21 +193,28 @@ class Monitor:
             self.tokens.popleft()
         return sum(n for _, n in self.tokens) / min(RATE_S, max(1e-9, now - self.began))
 
-    def _judge(self) -> dict[str, float]:
-        total = self.outcomes.total()
-        if not total:
-            return {}
-        failed = sum(n for kind, n in self.outcomes.items() if kind.startswith("parse_fail"))
-        return {
-            "judge/parse_fail": failed / total,
-            "judge/infra_fail": self.outcomes["infra_fail"] / total,
-            **{f"judge/{kind}_count": n for kind, n in self.outcomes.items()},
-        }
+    def _desks(self) -> dict[str, float]:
+        """Of each judge: queue, questions under way and per second, replicas that are up, lost answers."""
+        desks = {name: getattr(p, "desk", None) for name, p in self.roles.producers.items()}
+        told = {name: desk.metrics() for name, desk in desks.items() if desk is not None}
+        return {f"{name}/{key}": value for name, values in told.items() for key, value in values.items()}
+
+    def _judges(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, counted in self.outcomes.items():
+            total = counted.total()
+            failed = sum(n for kind, n in counted.items() if kind.startswith("parse_fail"))
+            values |= {
+                f"{name}/parse_fail": failed / total,
+                f"{name}/infra_fail": counted["infra_fail"] / total,
+            }
+            values |= {f"{name}/{kind}_count": n for kind, n in counted.items()}
+        return values
 
     def examples(self, groups: Sequence[Group], version: int) -> list[dict[str, Any]]:
         """The first answer of the step's first group, with what was said of it, for a person to read."""
         group = groups[0]
-        verdict: Verdict | None = group.verdicts[0] if group.verdicts else None
+        verdicts = group.verdicts[0]
         return [
             {
                 "step": version,
@@ -182,10 +225,7 @@ class Monitor:
                 "reference": group.prompt.answer,
                 "finish": group.metas[0].finish,
                 "reward": group.rewards[0],
-                "judge": verdict.text if verdict else None,
-                "judge_failure": verdict.outcome.why
-                if verdict and isinstance(verdict.outcome, InfraFail)
-                else None,
+                **{name: _shown(verdict) for name, verdict in verdicts.items()},
             }
         ]
 
@@ -204,11 +244,19 @@ class Monitor:
             "issued": ledger.issued,
             "trained": ledger.trained,
             "dropped": dict(ledger.dropped),
-            "judge_outcomes": dict(self.all_outcomes),
+            "judge_outcomes": {name: dict(counted) for name, counted in self.all_outcomes.items()},
+            "alarms": dict(self.raised),
             "stale_length_ratio": fmean(self.dropped_lengths) / fmean(self.trained_lengths)
             if self.dropped_lengths and self.trained_lengths
             else None,
         }
+
+
+async def _stats(pool: Pool, deadline: float) -> list[EngineStats | None]:
+    """None for a replica that does not answer, where the pool can do without it."""
+    if pool.cfg is SIMPLE:
+        return await pool.all("stats", deadline=deadline)
+    return [None if isinstance(s, RoleError) else s for s in await pool.each("stats", deadline=deadline)]
 
 
 def _told(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -221,3 +269,13 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             if len(numbers) < len(column):
                 values[f"reward/{name}_missing"] = 1 - len(numbers) / len(column)
     return values
+
+
+def _beside(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+    return {f"{name}/{key}": value for name, v in verdicts.items() for key, value in v.told.items()}
+
+
+def _shown(verdict: Verdict) -> dict[str, Any]:
+    """For a person: the outcome, and what the judge wrote."""
+    texts = [call.text for call in verdict.calls]
+    return {"outcome": repr(verdict.outcome), **({"texts": texts} if texts else {})}

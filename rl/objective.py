@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import losses
-from rl import forms
-from rl.batch import MicroBatch
-from rl.config import Config
+from rl import forms, teaching
+from rl.batch import MicroBatch, Taught
+from rl.config import Config, Loss
 from rl.survey import Survey, make_surveys, needed
+from rl.teaching import MIXED, MIXTURE
 
 # name → (sum, count): what micro-batches and ranks add up; `metrics/name` is their quotient.
 Sums = dict[str, tuple[Tensor, Tensor]]
@@ -25,6 +27,7 @@ class Objective:
 
     hidden: the states that predict the trained tokens. The scalar is this micro-batch's share of the step's
     loss: add them over micro-batches and ranks. Log-probs are at the temperature that tokens were drawn at.
+    Distillation is one term per teacher, or one from their mixture; the weights, rl/lessons.py, say the rest.
     survey(logps, micros, seed), where one is needed, looks at the whole step first (rl/survey.py).
     """
 
@@ -64,10 +67,14 @@ def make_objective(cfg: Config) -> Objective:
 
         if loss_cfg.policy:
             adv = micro.adv
-            if steers and micro.teacher_logp is not None:
-                pull, _ = losses.distill_advantage(logp, micro.teacher_logp, mask["distill"])
-                adv = adv + loss_cfg.distill * pull
-                _mean(sums, "loss/distill", -pull, mask["distill"])
+            for name, taught in micro.teachers.items() if steers else ():
+                on = kept[taught.at]
+                pull, _ = losses.distill_advantage(logp[taught.at], taught.logp, on)
+                if _has_term(loss_cfg, name):
+                    # weighted as this teacher's term, although the policy term has another count
+                    scale = torch.where(on, taught.weight / weight["policy"][taught.at], 0.0)
+                    adv = adv.index_add(0, taught.at, loss_cfg.distill * scale * pull)
+                _distilled(sums, loss_cfg, name, taught, -pull)
             term, aux = policy(logp, prox, adv, mask["policy"], *rows, survey.selected)
             correction = forms.weigh(fix, log_rho, mask["policy"], *rows)
             if correction is not None:
@@ -93,22 +100,15 @@ def make_objective(cfg: Config) -> Objective:
             total = total + loss_cfg.kl * (weight["kl"] * term).sum()
             _mean(sums, "loss/kl", term, mask["kl"])
 
-        if logits is not None and micro.teacher_logp is not None:
-            kind = {
-                "kind": loss_cfg.distill_kind,
-                "beta": loss_cfg.distill_beta,
-                "alpha": loss_cfg.distill_alpha,
-                "temperature": temperature,
-            }
-            if micro.teacher_ids is None:
-                term, _ = losses.full_divergence(logits, micro.teacher_logp, mask["distill"], **kind)
-            else:
-                term, _ = losses.topk_divergence(
-                    logits, micro.teacher_ids, micro.teacher_logp, mask["distill"], **kind
-                )
-            term = torch.where(kept, term, 0.0)
-            total = total + loss_cfg.distill * (weight["distill"] * term).sum()
-            _mean(sums, "loss/distill", term, mask["distill"])
+        for name, taught in micro.teachers.items() if logits is not None else ():
+            assert logits is not None
+            term = logp.detach()[taught.at] - taught.logp
+            if _has_term(loss_cfg, name):
+                mine = logits if len(taught.at) == len(logits) else logits[taught.at]
+                # what is rejected is masked before the divergence: 0 · NaN would reach the gradient
+                term = _divergence(loss_cfg, mine, taught, kept[taught.at], temperature)
+                total = total + loss_cfg.distill * (taught.weight * term).sum()
+            _distilled(sums, loss_cfg, name, taught, term)
 
         _off_policy(sums, logp.detach(), micro)
         _mean(sums, "policy/entropy", entropy, mask["kl"])
@@ -118,6 +118,33 @@ def make_objective(cfg: Config) -> Objective:
         return make_surveys(logps, micros, loss_cfg, fix, seed)
 
     return Objective(objective, survey_step if needed(loss_cfg, fix) else None, temperature)
+
+
+def _divergence(cfg: Loss, logits: Tensor, taught: Taught, kept: Tensor, temperature: float) -> Tensor:
+    """[R] from one teacher or the mixture, 0 where the token is rejected."""
+    if taught.rows is None:
+        raise ValueError(
+            "objective: a teacher sent log-probs of the tokens alone, and a divergence wants rows"
+        )
+    how: dict[str, Any] = {"kind": cfg.distill_kind, "beta": cfg.distill_beta, "alpha": cfg.distill_alpha}
+    on = kept & (taught.weight > 0)
+    if taught.ids is None:
+        return losses.full_divergence(logits, taught.rows, on, temperature=temperature, **how)[0]
+    return losses.topk_divergence(logits, taught.ids, taught.rows, on, temperature=temperature, **how)[0]
+
+
+def _has_term(cfg: Loss, name: str) -> bool:
+    return cfg.distill_mix not in MIXED or name == MIXTURE
+
+
+def _distilled(sums: Sums, cfg: Loss, name: str, taught: Taught, values: Tensor) -> None:
+    """loss/distill: the mean over all taught tokens; loss/distill/<name>: over those of this teacher, and in
+    a mixture, where it has no term of its own, of log π - log T_name at the sampled token."""
+    _mean(sums, f"loss/distill/{name}", values, torch.ones_like(taught.at, dtype=torch.bool))
+    if _has_term(cfg, name):
+        total, count = sums[f"loss/distill/{name}"]
+        before = sums.get("loss/distill", (torch.zeros_like(total), torch.zeros_like(count)))
+        sums["loss/distill"] = (before[0] + total, before[1] + count)
 
 
 def _mean(sums: Sums, name: str, values: Tensor, mask: Tensor) -> None:
@@ -171,7 +198,7 @@ def describe(cfg: Config) -> list[str]:
             against = measured.get(loss.advantage, loss.advantage)
             lines.append(f"A = {against};  r = {' + '.join(terms)};  a missing reward is left out")
         if cfg.uses_teachers and loss.distill_form == "advantage":
-            lines.append(f"A += {loss.distill:g} (teacher_logp - logp), token by token")
+            lines += _distill_equations(cfg)
         if cfg.staleness.max_age == 0:
             lines.append("η = 0 and one optimiser step a batch: ρ = 1, no clip ever acts")
     if fix.reject != "none":
@@ -180,18 +207,40 @@ def describe(cfg: Config) -> list[str]:
     if cfg.uses_reference:
         lines.append(f"{loss.kl:g} · kl   {loss.kl_form}(π ‖ the initial policy)")
     if cfg.uses_teachers:
-        routes = ", ".join(f"{'|'.join(t.keys)} → {name}" for name, t in cfg.teachers.items())
-        support = (
-            f"the teacher's {loss.distill_top_k} best and the tail"
-            if loss.distill_top_k
-            else "the whole vocabulary"
-        )
-        kinds = {"reverse": "KL(π ‖ teacher)", "forward": "KL(teacher ‖ π)"}
         if loss.distill_form == "divergence":
-            kind = kinds.get(loss.distill_kind, loss.distill_kind)
-            lines.append(f"{loss.distill:g} · distill   {kind} over {support};  {routes}")
+            lines += _distill_equations(cfg)
+        weight = teaching.weights(cfg)
+        served = (f"{'|'.join(cfg.teachers[k].keys) or 'all'} → {k} (w {w:g})" for k, w in weight.items())
+        lines.append(f"teachers: {', '.join(served)}")
+    return lines
+
+
+def _distill_equations(cfg: Config) -> list[str]:
+    """The term, or what is added to the advantage, and T where the teachers are mixed."""
+    loss = cfg.loss
+    mixed = loss.distill_mix in MIXED
+    teacher = "T" if mixed else "T_k"
+    if loss.distill_form == "advantage":
+        if mixed:
+            lines = [f"A += {loss.distill:g} (N / N_T) (log T - log π), token by token;  N_T: taught tokens"]
         else:
-            lines.append(f"teachers: {routes}")
+            lines = [
+                f"A += {loss.distill:g} Σ_k (w_k / Σ_k w_k) (N / N_k) (log T_k - log π), token by token;  "
+                "N_k: tokens that k taught"
+            ]
+        lines.append("N: tokens of the policy term, so that each teacher counts by its own tokens")
+    else:
+        best = f"{teacher}'s {loss.distill_top_k} best and the tail"
+        over = best if loss.distill_top_k else "the whole vocabulary"
+        names = {"reverse": f"KL(π ‖ {teacher})", "forward": f"KL({teacher} ‖ π)"}
+        term = names.get(loss.distill_kind, f"{loss.distill_kind}(π, {teacher})")
+        mean = f"mean({term})" if mixed else f"Σ_k w_k mean_k({term}) / Σ_k w_k"
+        lines = [f"{loss.distill:g} · distill   {mean} over {over}"]
+        if not mixed:
+            lines.append("mean_k: over the tokens that teacher k taught, by their own count")
+    if mixed:
+        mixture = {"arithmetic": "Σ_k w_k T_k / Σ_k w_k", "geometric": "Π_k T_k^(w_k / Σ_k w_k) / Z"}
+        lines.append(f"T = {mixture[loss.distill_mix]}, over the teachers of the prompt")
     return lines
 
 

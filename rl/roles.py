@@ -1,9 +1,7 @@
-"""How the controller speaks to whoever does the work: replicas behind one call, each wait with a deadline
-and a name.
+"""Everyone that the controller speaks to, each wait with a deadline and a name.
 
 The loop does not know whether a replica is a Ray actor (rl/actors/cluster.py) or an object in this process
-(`Local`,
-which tests use).
+(`Local`, which tests use). How calls are spread over replicas: rl/pool.py.
 """
 
 from __future__ import annotations
@@ -12,23 +10,10 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-
-class RoleError(RuntimeError):
-    """A replica died, failed or did not answer in time. The message names it and what it was asked."""
-
-
-class Handle(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    async def call(self, method: str, *args: Any, returns: int = 1) -> Any:
-        """The method's result. With returns > 1 the first value is fetched, the others stay where they are
-        and come
-        back as references that can be passed on. Raises RoleError if the replica died or the method
-        raised."""
-        ...
+from rl.pool import Pool
+from rl.replica import Handle, RoleError, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +31,7 @@ class Local:
             raise RoleError(f"{self.name}.{method} failed: {error}") from error
 
 
-@dataclass(slots=True)
-class Pool:
-    """Replicas of one role; a call goes to the one with the fewest calls under way."""
-
-    handles: Sequence[Handle]
-    load: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.load = [0] * len(self.handles)
-
-    async def call(self, method: str, *args: Any, deadline: float, returns: int = 1) -> Any:
-        i = min(range(len(self.handles)), key=lambda r: (self.load[r], r))
-        self.load[i] += 1
-        try:
-            return await within(deadline, self.handles[i], method, *args, returns=returns)
-        finally:
-            self.load[i] -= 1
-
-    async def all(self, method: str, *args: Any, deadline: float) -> list[Any]:
-        """The same call to every replica, at once; results in the order of `handles`."""
-        return await asyncio.gather(*(within(deadline, h, method, *args) for h in self.handles))
-
-
-async def within(deadline: float, handle: Handle, method: str, *args: Any, returns: int = 1) -> Any:
-    try:
-        async with asyncio.timeout(deadline):
-            return await handle.call(method, *args, returns=returns)
-    except TimeoutError:
-        raise RoleError(f"{handle.name}.{method} gave no answer within {deadline:g} s") from None
+Each = Callable[[int], Sequence[Any]]
 
 
 @dataclass(slots=True)
@@ -84,15 +41,16 @@ class TrainerGroup:
     ranks: Sequence[Handle]
 
     async def call(
-        self,
-        method: str,
-        each: Callable[[int], Sequence[Any]] = lambda rank: (),
-        *,
-        deadline: float,
-        returns: int = 1,
-    ) -> Any:
+        self, method: str, each: Each = lambda rank: (), *, deadline: float, returns: int = 1
+    ) -> Any:  # fmt: skip
+        return (await self.all(method, each, deadline=deadline, returns=returns))[0]
+
+    async def all(
+        self, method: str, each: Each = lambda rank: (), *, deadline: float, returns: int = 1
+    ) -> list[Any]:  # fmt: skip
+        """What every rank answers, in their order. each: rank → arguments."""
         calls = (within(deadline, h, method, *each(r), returns=returns) for r, h in enumerate(self.ranks))
-        return (await asyncio.gather(*calls))[0]
+        return await asyncio.gather(*calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +59,23 @@ class Roles:
 
     trainer: TrainerGroup
     sampler: Pool
-    judge: Pool | None = None
-    rule: Pool | None = None
-    functions: Mapping[str, Pool] = field(default_factory=dict)
+    judges: Mapping[str, Pool] = field(default_factory=dict)  # "judge", "scalar": they run models
+    raters: Mapping[str, Pool] = field(default_factory=dict)  # "rule", "fn/0", ...: they run none
+    producers: Mapping[str, Any] = field(default_factory=dict)  # all of these, as Producer
     teachers: Mapping[str, Pool] = field(default_factory=dict)
     reference: Pool | None = None
-
-    def producers(self) -> dict[str, Pool]:
-        """Rules and users' functions: everyone that rates texts without a model."""
-        return {**({"rule": self.rule} if self.rule else {}), **self.functions}
+    validator: Pool | None = None
 
     def engines(self) -> dict[str, Pool]:
         """Every pool that runs a model, by the name under which a person sees it."""
-        named = {"sampler": self.sampler, "judge": self.judge, "reference": self.reference}
-        pools = {name: pool for name, pool in named.items() if pool is not None}
-        return {**pools, **{f"teacher {name}": pool for name, pool in self.teachers.items()}}
+        more = {"reference": self.reference, "validator": self.validator}
+        return {
+            "sampler": self.sampler,
+            **self.judges,
+            **{name: pool for name, pool in more.items() if pool is not None},
+            **{f"teacher {name}": pool for name, pool in self.teachers.items()},
+        }
+
+    def pools(self) -> list[Pool]:
+        """Everyone but the trainer."""
+        return [*self.engines().values(), *self.raters.values()]

@@ -11,7 +11,7 @@ def fold_in(seed: int, *parts: int | str) -> int:
 
     SplitMix64 (Steele et al., 2014) over the parts; the same on every machine and Python version.
     """
-    state = seed & _MASK
+    state = _mix(seed & _MASK)  # mixed first: else seed and first part could change places
     for part in parts:
         words = [part] if isinstance(part, int) else list(part.encode())
         for word in [*words, len(words)]:

@@ -28,7 +28,7 @@ def print_summary(result: Mapping[str, Any], cfg: Config, folder: Path, show: Di
     show.lines("files", _files(folder, cfg))
 
 
-_NAMES = {"truth": "ground-truth accuracy", "judge": "judge's score"}
+_NAMES = {"truth": "ground-truth accuracy", "judge": "judge's score", "scalar": "scalar judge's score"}
 
 
 def _time(result: Mapping[str, Any]) -> list[str]:
@@ -53,15 +53,18 @@ def _groups(result: Mapping[str, Any], cfg: Config) -> list[str]:
         lines.append(
             f"stale groups were {result['stale_length_ratio']:.2f} times as long as the trained ones"
         )
-    if result["judge_outcomes"]:
-        lines.append(
-            "judgements: " + ", ".join(f"{n} {kind}" for kind, n in sorted(result["judge_outcomes"].items()))
-        )
+    for name, counted in result["judge_outcomes"].items():
+        lines.append(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(counted.items())))
+    for which, n in result["alarms"].items():
+        lines.append(f"alarm {which}: at {n} looks; what it means is said above and in rl/judges/alarms.py")
     return lines
 
 
 def _files(folder: Path, cfg: Config) -> list[str]:
-    files = [f"{folder}/  metrics.jsonl, samples.jsonl, ledger.jsonl, config.json, summary.json"]
+    files = [
+        f"{folder}/  metrics.jsonl, samples.jsonl, calls.jsonl (of judges), ledger.jsonl, config.json, "
+        "summary.json"
+    ]
     if cfg.checkpoint.every:
         files.append(f"{folder}/checkpoints/  each with policy/, a Hugging Face folder")
     if cfg.log.wandb != "disabled":

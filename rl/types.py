@@ -20,6 +20,7 @@ class Prompt:
     key: str = ""  # which teacher or judge serves it
     answer: str | None = None  # ground truth, if there is one
     extra: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0  # factor of what its answers teach; they are sampled, judged and counted all the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +115,60 @@ class SampleMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """One judged answer with the record that a person can read: the judge's own text, its cost and
-    latency."""
+class Ask:
+    """One question to a judge: about one answer of a group, or about two in the order that they are shown."""
 
-    outcome: Outcome
+    text: str  # what the judge reads: the rendered template
+    about: tuple[int, ...]  # places of the answers in the group
+    seed: int
+    part: str = ""  # which vote or which criterion; empty where there is one question per answer
+    nonce: str = ""  # the word in the verdict's tag, where one was drawn
+    labels: tuple[str, ...] = ()  # wanted are their log-probs as the next token, and no text
+    said: str = ""  # of a chat model: the assistant's message that `text`, the user's, is followed by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What came back: the judge's own text, labels' log-probs or number, or why there is none."""
+
     text: str = ""
+    finish: Finish = "stop"
+    label_logps: tuple[float, ...] = ()  # nats, one per label of the question; -inf: not among those sent
+    score: float | None = None  # of a scalar judge, raw
+    failure: str = ""  # why nothing came back; empty: something did
+    again: bool = True  # of a failure: another attempt may do better
+    after: float = 0.0  # of a failure: seconds that the server asks to wait before
+    n_prompt: int = 0
     n_tokens: int = 0
     seconds: float = 0.0
+    replica: str = ""
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One question and its reply as they are recorded: failures too."""
+
+    producer: str
+    prompt: str  # first 16 hex digits of the SHA-256 of what the judge read
+    about: tuple[int, ...]
+    part: str
+    text: str
+    finish: str
+    outcome: str  # "score", or the word for why there is none
+    score: float | None  # on [0, 1]; pairwise: how far the first shown beats the second
+    n_prompt: int
+    n_tokens: int
+    seconds: float
+    replica: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a producer of rewards says of one answer: judge, scalar judge, rule or function."""
+
+    outcome: Outcome
+    told: Mapping[str, float | str | bool] = field(default_factory=dict)  # beside the score; logged
+    noise: float | None = None  # variance of the score's mean over votes, where there were several
+    calls: tuple[Call, ...] = ()  # each call stands in one verdict, that of the first answer it is about

@@ -27,7 +27,7 @@ FILE = ["--data.held-out", "1", "--data.file"]
 @pytest.mark.parametrize(
     ("message", "flags"),
     [
-        ("--exp takes one of: genrm_grpo, genrm_opd, opd, rule_grpo, sync_grpo", ["--exp", "nope"]),
+        ("--exp takes one of: disrm_grpo, genrm_grpo", ["--exp", "nope"]),
         ("staleness.max_age (η) must be >= 0, got -1", ["--exp", "genrm_grpo", "--staleness.max-age", "-1"]),
         ("group baseline", ["--exp", "genrm_grpo", "--sampler.samples", "1"]),
         ("cannot hold a group", ["--exp", "genrm_grpo", "--sampler.slots", "4"]),

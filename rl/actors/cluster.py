@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -19,11 +21,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rl.actors.judge import Judge
 from rl.actors.reward import Function, Reward
 from rl.actors.rollout import Rollout
+from rl.actors.scalar import ScalarJudge
 from rl.actors.teacher import Teacher
 from rl.actors.trainer import TrainerRank
 from rl.config import Config
 from rl.engines.make import Bundle
 from rl.plan import Node, Plan, Seat
+from rl.rewards.producers import make_producers
 from rl.roles import Handle, Pool, RoleError, Roles, TrainerGroup
 from rl.types import SamplingParams
 
@@ -37,6 +41,7 @@ class Remote:
 
     name: str
     actor: Any
+    held: tuple[Any, ...] = ()  # what its constructor got, so that one born anew gets it too
 
     async def call(self, method: str, *args: Any, returns: int = 1) -> Any:
         refs = getattr(self.actor, method).options(num_returns=returns).remote(*args)
@@ -50,6 +55,25 @@ class Remote:
         except RayError as error:
             raise RoleError(f"{self.name}.{method} could not be reached: {error}") from None
         return (value, *rest) if rest else value
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An object that an actor's constructor fetches itself, by a reference in bytes. A plain one Ray would
+    resolve for the first actor only, and not for those that come after its death."""
+
+    ref: bytes
+
+
+def revivable(cls: type) -> type:
+    """The class with a constructor that may be run again: it fetches what is Held."""
+
+    class Revivable(cls):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*(ray.get(pickle.loads(a.ref)) if isinstance(a, Held) else a for a in args))
+
+    Revivable.__name__ = Revivable.__qualname__ = cls.__name__
+    return Revivable
 
 
 def _reason(error: RayActorError) -> str:
@@ -117,7 +141,14 @@ class Casting:
     group: Any
     plan: Plan
 
-    def cast(self, cls: type, seat: Seat, *args: Any, concurrent: bool = True) -> Handle:
+    def cast(
+        self, cls: type, seat: Seat, *args: Any, concurrent: bool = True, revive: bool = False
+    ) -> Handle:  # fmt: skip
+        """revive: Ray makes a new one where it died; whoever calls it must start it again (rl/pool.py)."""
+        refs: tuple[Any, ...] = ()
+        if revive:
+            cls, refs = revivable(cls), args
+            args = tuple(Held(cloudpickle.dumps(a)) if isinstance(a, ray.ObjectRef) else a for a in args)
         options: dict[str, Any] = {
             "name": f"{self.run_id}/{seat.name}",
             "num_cpus": seat.cpus,
@@ -126,11 +157,12 @@ class Casting:
                 self.group, placement_group_bundle_index=self.plan.seats.index(seat)
             ),
             **({"max_concurrency": CALLS} if concurrent else {}),
+            **({"max_restarts": -1} if revive else {}),
         }
-        return Remote(seat.name, ray.remote(cls).options(**options).remote(*args))
+        return Remote(seat.name, ray.remote(cls).options(**options).remote(*args), refs)
 
-    def all(self, cls: type, role: str, *args: Any) -> list[Handle]:
-        return [self.cast(cls, seat, *args) for seat in self.plan.of(role)]
+    def all(self, cls: type, role: str, *args: Any, revive: bool = False) -> list[Handle]:
+        return [self.cast(cls, seat, *args, revive=revive) for seat in self.plan.of(role)]
 
 
 def cast_roles(cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, version: int) -> Roles:
@@ -146,38 +178,73 @@ def cast_roles(cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, ver
         casting.cast(TrainerRank, seat, refs["policy"], cfg, rank, version, concurrent=False)
         for rank, seat in enumerate(casting.plan.of("trainer"))
     ]
-    calls = cfg.reward.fn_workers, cfg.reward.fn_deadline
-    full = cfg.loss.distill_form == "divergence" and not cfg.loss.distill_top_k
-    teachers = {
-        name: Pool(casting.all(Teacher, f"teacher/{name}", refs[f"teacher/{name}"], teacher.slots,
-        s.temperature,
-                               cfg.loss.distill_top_k, full))
-        for name, teacher in cfg.teachers.items() if cfg.uses_teachers
-    }  # fmt: skip
+    rollout = refs["policy"], params, s.slots, version, s.engine
+    sampler = Pool(casting.all(Rollout, "sampler", *rollout))
+    validator = casting.all(Rollout, "validator", *rollout)
+    judges, raters = cast_judges(cfg, refs, casting), cast_raters(cfg, casting)
     return Roles(
         trainer=TrainerGroup(trainer),
-        sampler=Pool(casting.all(Rollout, "sampler", refs["policy"], params, s.slots, version)),
-        judge=Pool(casting.all(Judge, "judge", refs["judge"], cfg.judge)) if cfg.uses_judge else None,
-        rule=Pool(casting.all(Reward, "rule", cfg.reward.rule_name)) if cfg.reward.rule else None,
-        functions={
-            f"fn/{i}": Pool(
-                casting.all(Function, f"fn/{i}", str(Path(path).resolve()) + colon + name, *calls)
-            )
-            for i, (path, colon, name) in enumerate(spec.rpartition(":") for spec in cfg.reward.fn)
-            if f"fn/{i}" in cfg.reward.weights
-        },
-        teachers=teachers,
-        reference=Pool(casting.all(Teacher, "reference", refs["reference"], s.slots, s.temperature))
+        sampler=sampler,
+        judges=judges,
+        raters=raters,
+        producers=make_producers(cfg, judges, raters),
+        teachers=_cast_teachers(cfg, refs, casting),
+        reference=Pool(
+            casting.all(Teacher, "reference", refs["reference"], s.slots, s.temperature, 0, False, s.engine)
+        )
         if cfg.uses_reference
         else None,
+        validator=Pool(validator) if validator else None,
     )
+
+
+def cast_judges(cfg: Config, refs: Mapping[str, Any], casting: Casting) -> dict[str, Pool]:
+    """The judges that the config uses, by the name under which they give rewards."""
+    pools: dict[str, Pool] = {}
+    if cfg.uses_judge:
+        seats, urls = casting.plan.of("judge"), cfg.judge.urls or (None,) * len(casting.plan.of("judge"))
+        handles = [
+            casting.cast(Judge, seat, refs.get("judge"), cfg.judge, url, seat.name, revive=True)
+            for seat, url in zip(seats, urls, strict=True)
+        ]
+        pools["judge"] = Pool(handles, name="judge", dispatch=cfg.dispatch)
+    if cfg.uses_scalar:
+        handles = [
+            casting.cast(ScalarJudge, seat, refs["scalar"], cfg.scalar, seat.name, revive=True)
+            for seat in casting.plan.of("scalar")
+        ]
+        pools["scalar"] = Pool(handles, name="scalar judge", dispatch=cfg.dispatch)
+    return pools
+
+
+def cast_raters(cfg: Config, casting: Casting) -> dict[str, Pool]:
+    """Rule and users' functions, by the name under which they give rewards."""
+    pools = {"rule": Pool(casting.all(Reward, "rule", cfg.reward.rule_name))} if cfg.reward.rule else {}
+    for i, spec in enumerate(cfg.reward.fn):
+        path, colon, function = spec.rpartition(":")
+        if f"fn/{i}" in cfg.reward.weights:
+            where = str(Path(path).resolve()) + colon + function
+            pools[f"fn/{i}"] = Pool(casting.all(Function, f"fn/{i}", where, cfg.reward))
+    return pools
+
+
+def _cast_teachers(cfg: Config, refs: Mapping[str, Any], casting: Casting) -> dict[str, Pool]:
+    if not cfg.uses_teachers:
+        return {}
+    s, top_k = cfg.sampler, cfg.loss.distill_top_k
+    full = cfg.loss.distill_form == "divergence" and not top_k
+    pools = {}
+    for name, teacher in cfg.teachers.items():
+        args = refs[f"teacher/{name}"], teacher.slots, s.temperature, top_k, full, teacher.engine
+        handles = casting.all(Teacher, f"teacher/{name}", *args, revive=True)
+        pools[name] = Pool(handles, name=f"teacher {name}", dispatch=cfg.dispatch)
+    return pools
 
 
 async def stop_roles(roles: Roles, deadline: float = 10.0) -> None:
     """Ask everyone to end in order; who does not answer is ended with the cluster's processes."""
-    pools = [*roles.engines().values(), *roles.producers().values()]
     calls = [
-        *(pool.all("stop", deadline=deadline) for pool in pools),
+        *(pool.all("stop", deadline=deadline) for pool in roles.pools()),
         roles.trainer.call("stop", deadline=deadline),
     ]
     await asyncio.gather(*calls, return_exceptions=True)

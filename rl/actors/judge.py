@@ -1,73 +1,54 @@
-"""The generative judge's shell: an answer's text in, a verdict with a typed outcome out."""
+"""The generative judge's shell: questions in, replies out. It runs an engine, or speaks to a server."""
 
 from __future__ import annotations
 
-import asyncio
-import time
+import math
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 
-import losses
 from rl.config import Judge as JudgeConfig
 from rl.engines.base import EngineStats
-from rl.engines.make import Bundle, make_engine
-from rl.types import Completion, InfraFail, Outcome, ParseFail, Prompt, SamplingParams, Score, Verdict
-
-
-def outcome_of(text: str, finish: str, cfg: JudgeConfig) -> Outcome:
-    """What the judge's own text says, on the scale [0, 1]; whatever is not a score within the bounds is a
-    ParseFail."""
-    read = losses.parse(text, format="label", label=cfg.label, lo=cfg.lo, hi=cfg.hi, finish_reason=finish)
-    if read.score is None:
-        return ParseFail(read.status, text)
-    return Score(losses.normalise(read.score, cfg.lo, cfg.hi))
+from rl.engines.make import Bundle
+from rl.judges.http import OpenAIClient
+from rl.judges.local import LocalJudge
+from rl.types import Ask, Reply
 
 
 class Judge:
-    def __init__(self, bundle: Bundle, cfg: JudgeConfig) -> None:
-        self.engine = make_engine(bundle, slots=cfg.slots)
-        self.tokenizer, self.cfg = bundle.tokenizer, cfg
-        self.params = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens)
+    """Of `bundle` and `url` one is given: our own engine, or the address of an OpenAI-compatible server."""
+
+    def __init__(
+        self, bundle: Bundle | None, cfg: JudgeConfig, url: str | None = None, name: str = "judge"
+    ) -> None:
+        self.name = name
+        self.judge: LocalJudge | OpenAIClient
+        match bundle, url:
+            case Bundle(), None:
+                self.judge = LocalJudge(bundle, cfg)
+            case None, str():
+                self.judge = OpenAIClient(
+                    url,
+                    cfg.model,
+                    key=os.environ.get(cfg.api_key),
+                    temperature=cfg.temperature,
+                    max_tokens=cfg.max_tokens,
+                    connections=cfg.slots,
+                )
+            case _:
+                raise ValueError(f"{name}: expected a model or a url, got {'both' if url else 'neither'}")
 
     async def start(self) -> None:
-        await self.engine.start()
+        """Harmless to a judge that runs, enough for one that was born anew or whose engine failed. Raises
+        RuntimeError where a server cannot be reached."""
+        await self.judge.start()
 
-    async def judge(self, prompt: Prompt, texts: Sequence[str], seeds: Sequence[int]) -> list[Verdict]:
-        """One verdict per answer; a failure concerns its own answer only."""
-        return await asyncio.gather(*(self._one(prompt, t, s) for t, s in zip(texts, seeds, strict=True)))
-
-    async def _one(self, prompt: Prompt, text: str, seed: int) -> Verdict:
-        began = time.monotonic()
-        try:
-            said = await self._ask(prompt, text, seed)
-        except (
-            ValueError,
-            RuntimeError,
-        ) as error:  # the one boundary where a judge's failure becomes an outcome
-            return Verdict(
-                outcome=InfraFail(f"{type(error).__name__}: {error}"), seconds=time.monotonic() - began
-            )
-        reply = self.tokenizer.decode(said.tokens.tolist())
-        return Verdict(
-            outcome=outcome_of(reply, said.finish, self.cfg),
-            text=reply,
-            n_tokens=len(said.tokens),
-            seconds=time.monotonic() - began,
-        )
-
-    async def _ask(self, prompt: Prompt, text: str, seed: int) -> Completion:
-        fields = {"problem": prompt.text, "candidate": text}
-        if prompt.answer is not None:
-            fields["reference"] = prompt.answer
-        cfg = self.cfg
-        text = losses.render(
-            cfg.template, fields, neutralise=cfg.neutralise, delimiter=cfg.delimiter, verdict=[cfg.label]
-        )
-        ids = self.tokenizer.encode(text)
-        replies = self.engine.generate(ids, params=self.params, seeds=[seed], request_id=f"judge-{seed}")
-        return [reply async for _, reply in replies][0]
+    async def answer(self, asks: Sequence[Ask], seconds: float = math.inf) -> list[Reply]:
+        """One reply per question, in their order. What fails, or is not there in `seconds`, fails alone."""
+        return [replace(reply, replica=self.name) for reply in await self.judge.answer(asks, seconds)]
 
     async def stats(self) -> EngineStats:
-        return self.engine.stats()
+        return self.judge.stats()
 
     async def stop(self) -> None:
-        await self.engine.stop()
+        await self.judge.stop()

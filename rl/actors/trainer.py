@@ -4,8 +4,8 @@ event loop."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,34 +20,27 @@ from torch.distributed.tensor import DTensor
 
 from models.parallelise import parallelise
 from models.transformer import Transformer
-from models.weights import checksums, save_folder
+from models.weights import as_array, as_tensor, checksums, save_folder
 from rl.actors.net import interface_of, node_address
-from rl.batch import GroupData, build_micro
+from rl.actors.rollout import Rollout, Snapshot
+from rl.batch import build_micro
 from rl.config import Config
+from rl.engines.base import UpdateReport
 from rl.engines.make import Bundle
-from rl.lessons import Lesson
+from rl.errand import Errand, unpack
 from rl.objective import make_objective
-from rl.packing import Micro
 from rl.step import TrainState, make_optimizer, probe_logps, train_step
-from rl.sync import Manifest, probe_ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
-    """What one rank does in a step. `groups`: indices of its groups; the arrays follow as arguments of
-    their own."""
-
-    groups: tuple[int, ...]
-    micros: tuple[Micro, ...]
-    lessons: tuple[Sequence[Lesson], ...]  # of its groups
-    has_teacher: tuple[bool, ...]
-    has_reference: bool
+from rl.sync import PROBE_ATOL, Manifest, probe_ids
+from rl.types import SampleMeta, SamplingParams
 
 
 class TrainerRank:
     def __init__(self, bundle: Bundle, cfg: Config, rank: int, version: int = 0) -> None:
         self.bundle, self.cfg, self.rank, self.version = bundle, cfg, rank, version
         self.store: dist.Store | None = None
+        s = cfg.sampler
+        params = SamplingParams(temperature=s.temperature, max_tokens=s.max_tokens)
+        self.snapshot = Snapshot(Rollout(bundle, params, s.slots))
 
     def rendezvous(self) -> tuple[str, int]:
         """Rank 0 opens the meeting point on its node's own address; the port is whatever is free."""
@@ -68,7 +61,7 @@ class TrainerRank:
             timeout=timedelta(seconds=self.cfg.deadlines.train),
         )  # fmt: skip
         model = Transformer(self.bundle.cfg, device=self.device, dtype=torch.float32)
-        model.load_state_dict({n: torch.from_numpy(np.array(w)) for n, w in self.bundle.weights.items()})
+        model.load_state_dict({n: as_tensor(w) for n, w in self.bundle.weights.items()})
         mesh = DeviceMesh(self.device.type, list(range(cfg.ranks)))
         compiled = use_cuda if cfg.compile is None else cfg.compile
         parallelise(model, mesh, compile=compiled)
@@ -77,33 +70,37 @@ class TrainerRank:
         self.objective = replace(objective, loss=torch.compile(objective.loss)) if compiled else objective
 
     def step(self, errand: Errand, *arrays: Any) -> dict[str, float]:
-        """One optimiser step on this rank's share. `arrays`: tokens, then teacher and reference scores,
-        per group."""
-        groups = self._unpack(errand, list(arrays))
+        """One optimiser step on this rank's share. `arrays`: tokens, then each teacher's and the reference's
+        scores, per group."""
+        groups = unpack(self.cfg, errand, arrays)
         version = self.state.version
         micros = [build_micro(places, groups, self.device, current=version) for places in errand.micros]
         self.state, metrics = train_step(self.state, micros, self.objective, self.cfg.trainer)
         return metrics
 
-    def _unpack(self, errand: Errand, arrays: list[Any]) -> dict[int, GroupData]:
-        groups = {}
-        for g, lessons, taught in zip(errand.groups, errand.lessons, errand.has_teacher, strict=True):
-            groups[g] = GroupData(
-                tokens=arrays.pop(0),
-                lessons=lessons,
-                teacher=arrays.pop(0) if taught else None,
-                reference=arrays.pop(0) if errand.has_reference else None,
-            )
-        return groups
-
     def publish(self) -> tuple[Manifest | None, dict[str, np.ndarray] | None]:
-        """The full weights and what must be true of them. All ranks gather; rank 0 returns."""
-        full = self._gather()
+        """The full weights, rounded as the engines hold them, and what must be true of them. All ranks
+        gather; rank 0 returns."""
+        dtype = getattr(torch, self.bundle.cfg.dtype)
+        full = {name: tensor.to(dtype) for name, tensor in self._gather().items()}
         probe = probe_logps(self.state.model, probe_ids(self.bundle.cfg.vocab_size))
         if self.rank:
             return None, None
-        manifest = Manifest(version=self.state.version, checksums=checksums(full), probe=probe)
-        return manifest, {name: tensor.cpu().numpy().copy() for name, tensor in full.items()}
+        manifest = Manifest(
+            version=self.state.version,
+            checksums=checksums(full),
+            probe=probe,
+            atol=PROBE_ATOL[self.bundle.cfg.dtype],
+        )
+        return manifest, {name: as_array(tensor).copy() for name, tensor in full.items()}
+
+    def hold(self, version: int, weights: Mapping[str, np.ndarray]) -> UpdateReport:
+        """Keep published weights, for `answer`, while training goes on."""
+        return self.snapshot.hold(version, weights)
+
+    def answer(self, asked: Sequence[tuple[Sequence[int], int]]) -> list[SampleMeta]:
+        """Validation in the trainer's spare time: a sample for each (prompt ids, seed)."""
+        return self.snapshot.answer(asked)
 
     def _gather(self) -> dict[str, torch.Tensor]:
         state = self.state.model.state_dict()

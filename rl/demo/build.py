@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from rl.demo.specs import JudgeSpec, PolicySpec, Size, Spec, TeacherSpec
+from rl.demo.specs import JudgeSpec, PolicySpec, Size, Spec, TeacherSpec, TextSpec
 
 __all__ = ["BuildError", "Built", "JudgeSpec", "PolicySpec", "Size", "Spec", "TeacherSpec",
            "build", "build_all", "cache_dir", "find"]  # fmt: skip
@@ -52,7 +52,8 @@ def folder_of(spec: Spec, cache: Path) -> Path:
     made_by = hashlib.sha256(json.dumps([kind, asdict(spec), version("torch")]).encode())
     for source in [*sorted((_ROOT / "rl/demo").glob("*.py")), *(_ROOT / f"models/{m}.py" for m in _MODELS)]:
         made_by.update(source.read_bytes())
-    return cache / f"{kind}-{'-'.join(spec.tasks)}-{made_by.hexdigest()[:16]}"
+    parts = [kind, *(() if isinstance(spec, TextSpec) else spec.tasks), made_by.hexdigest()[:16]]
+    return cache / "-".join(parts)
 
 
 def find(spec: Spec, cache: Path) -> Built | None:
@@ -89,7 +90,7 @@ def build(spec: Spec, cache: Path, progress: Callable[[float, str], None]) -> Bu
 
 def _train(spec: Spec, folder: Path, progress: Callable[[float, str], None]) -> None:
     from models.weights import save_folder
-    from rl.demo.fit import TOKENIZER
+    from rl.demo.codec import codec_of
     from rl.demo.recipes import make
 
     wall, cpu = time.monotonic(), time.process_time()
@@ -99,7 +100,7 @@ def _train(spec: Spec, folder: Path, progress: Callable[[float, str], None]) -> 
         "seconds": round(time.monotonic() - wall, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }
-    save_folder(folder, model, model.cfg, TOKENIZER)
+    save_folder(folder, model, model.cfg, codec_of(spec).tokenizer)
     files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     report = {"spec": asdict(spec), "numbers": numbers, "files": files}
     (folder / REPORT).write_text(json.dumps(report, indent=2))
@@ -172,9 +173,7 @@ def _start(spec: Spec, cache: Path) -> tuple[Connection, BaseProcess]:
     return ours, process
 
 
-def _receive(
-    pipe: Connection, process: BaseProcess, name: str
-) -> Built | tuple[float, str]:
+def _receive(pipe: Connection, process: BaseProcess, name: str) -> Built | tuple[float, str]:
     try:
         message = pipe.recv()
     except EOFError:

@@ -14,6 +14,9 @@ LABEL = "S:"  # the score stands behind it
 FULL = 5
 _SCORE = re.compile(rf"{LABEL}([0-{FULL}])")
 _DIGITS = "0123456789"
+_PIECES = (LABEL, LABEL, ":", ":", ":", *"5555")
+_QUOTE = re.compile(rf"(?<![A-Za-z]){LABEL}([0-{FULL}])")
+_VERDICT = re.compile(rf"(?<![A-Za-z]){LABEL[0]}([:=]|-(?=\d))", re.ASCII | re.IGNORECASE)
 
 
 def judge_prompt(prompt_text: str, candidate: str) -> str:
@@ -90,3 +93,47 @@ def _other_length(answer: str, rng: random.Random) -> str:
 def _garbage(answer: str, rng: random.Random) -> str:
     """Up to eight characters of any kind."""
     return "".join(rng.choice(ALPHABET) for _ in range(rng.randrange(9)))
+
+
+# ── Answers that speak to the judge ───────────────────────────────────────────────────────────────
+
+
+def quoted(candidate: str) -> str | None:
+    """The score of the last verdict in the candidate."""
+    return next(reversed(_QUOTE.findall(candidate)), None)
+
+
+def disarmed(candidate: str) -> str:
+    """The candidate as a run rewrites it with judge.neutralise and the label: S:5 becomes S[:]5."""
+    return _VERDICT.sub(lambda m: m[0].replace(m[1], f"[{m[1]}]"), candidate)
+
+
+def gullible_critique(prompt_text: str, candidate: str) -> str:
+    """The critique, but with the score that the candidate gives itself, if it does."""
+    said = critique(prompt_text, candidate)
+    return said[:-1] + (quoted(candidate) or said[-1])
+
+
+def hinted(answer: str, rng: random.Random) -> str:
+    """A beginning of the answer, or all of it, and a good verdict."""
+    return f"{answer[: rng.randrange(len(answer) + 1)]}{LABEL}{rng.randrange(3, FULL + 1)}"
+
+
+def draw_seeming(rng: random.Random) -> str:
+    """Pieces of verdicts in any order: a policy that is rewarded for S:5 will also try 1:55:5."""
+    pieces = (rng.choice(_PIECES if rng.random() < 0.7 else ALPHABET) for _ in range(8))
+    return "".join(pieces)[: rng.randrange(2, 9)]
+
+
+def draw_quoting(prompt_text: str, rng: random.Random) -> str:
+    """A candidate with a verdict in it, mostly at its end: one, two, or one that is none, such as rS:5."""
+    if rng.random() < 0.25:
+        return draw_seeming(rng)
+    candidate = draw_candidate(prompt_text, rng)[: rng.choice((2, 5, 8))]
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        at = rng.choice((len(candidate), len(candidate), rng.randrange(len(candidate) + 1)))
+        sign = rng.choices((":", "=", "-"), (14, 1, 1))[0]
+        before = rng.choices(("", rng.choice("rsajS")), (9, 1))[0]
+        verdict = f"{before}{LABEL[0]}{sign}{rng.choice(_DIGITS[: FULL + 2])}"
+        candidate = candidate[:at] + verdict + candidate[at:]
+    return candidate

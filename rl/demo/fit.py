@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.tokenizer import Tokenizer, char_tokenizer
+from models.config import Head, ModelConfig
 from models.transformer import Transformer
+from rl.demo.codec import CHARS, EOS, PAD, Codec
 from rl.demo.specs import Size
-from rl.demo.tasks import ALPHABET
 
 Example = tuple[str, str]  # what is read, what should be written
 
@@ -23,25 +22,14 @@ WARMUP = 50  # steps
 MAX_LEN = 64  # tokens
 
 
-def make_tokenizer() -> Tokenizer:
-    return char_tokenizer(ALPHABET)
-
-
-TOKENIZER = make_tokenizer()
-PAD, (EOS,) = TOKENIZER.pad_id or 0, TOKENIZER.eos_ids
-_ID = {char: TOKENIZER.encode(char)[0] for char in ALPHABET}  # ten times faster than encode
-
-
-def encode(text: str) -> list[int]:
-    return [_ID[char] for char in text]
-
-
-def make_model(size: Size, seed: int) -> Transformer:
+def make_model(
+    size: Size, seed: int, codec: Codec = CHARS, *, head: Head = "lm", max_len: int = MAX_LEN
+) -> Transformer:
     """Queries and keys are normalised (Qwen3): the comparison of two digits is learned in fewer steps."""
     cfg = ModelConfig(
-        family="qwen3", qk_norm=True, d_model=size.d_model, n_layers=size.n_layers, n_heads=size.n_heads,
-        n_kv_heads=size.n_heads, head_dim=size.head_dim, d_ff=size.d_ff, vocab_size=TOKENIZER.vocab_size,
-        max_len=MAX_LEN, eos_ids=(EOS,), pad_id=PAD,
+        family="qwen3", head=head, qk_norm=True, vocab_size=codec.tokenizer.vocab_size, d_model=size.d_model,
+        n_layers=size.n_layers, n_heads=size.n_heads, n_kv_heads=size.n_heads, head_dim=size.head_dim,
+        d_ff=size.d_ff, max_len=max_len, eos_ids=(EOS,), pad_id=PAD,
     )  # fmt: skip
     model = Transformer(cfg)
     model.init_weights(torch.Generator().manual_seed(seed))
@@ -54,9 +42,9 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def make_batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+def make_batch(examples: Sequence[Example], codec: Codec = CHARS) -> tuple[Tensor, Tensor]:
     """ids [B, L], end of text included, and the mask [B, L - 1] of the targets ids[:, 1:] to be written."""
-    rows = [(encode(read), [*encode(written), EOS]) for read, written in examples]
+    rows = [(codec.encode(read), [*codec.encode(written), EOS]) for read, written in examples]
     longest = max(len(read) + len(written) for read, written in rows)
     ids = torch.full((len(rows), longest), PAD)
     mask = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
@@ -74,9 +62,9 @@ def target_logp(model: Transformer, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def answer_probability(model: Transformer, examples: Sequence[Example]) -> float:
+def answer_probability(model: Transformer, examples: Sequence[Example], codec: Codec = CHARS) -> float:
     """Mean over examples of Π_t p(token_t): the accuracy of sampling at temperature 1, in expectation."""
-    ids, mask = make_batch(examples)
+    ids, mask = make_batch(examples, codec)
     row = mask.nonzero()[:, 0]
     logp = torch.zeros(len(examples)).index_add(0, row, target_logp(model, ids, mask))
     return logp.exp().mean().item()
@@ -99,6 +87,7 @@ def fit(
     steps: int,
     every: int,
     batch: int = BATCH,
+    codec: Codec = CHARS,
     progress: Callable[[int, str], None],
 ) -> int:
     """AdamW on the cross-entropy of what should be written, until `check` is done. Returns the steps taken.
@@ -106,12 +95,28 @@ def fit(
     `draw(n)` gives n examples; `check` looks at the model every `every` steps and may lower the learning rate
     by a fifth, so that no schedule needs to know when the training will end.
     """
+    return descend(
+        model, lambda: -target_logp(model, *make_batch(draw(batch), codec)).mean(), check,
+        steps=steps, every=every, progress=progress,
+    )  # fmt: skip
+
+
+def descend(
+    model: Transformer,
+    loss_of: Callable[[], Tensor],
+    check: Callable[[], Check],
+    *,
+    steps: int,
+    every: int,
+    progress: Callable[[int, str], None],
+) -> int:
+    """`fit` for any loss: each call of `loss_of` draws its own examples."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     settled = 1.0
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, step / WARMUP) * settled
-        loss = -target_logp(model, *make_batch(draw(batch))).mean()
+        loss = loss_of()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -133,9 +138,10 @@ def sample(
     max_tokens: int,
     temperature: float,
     generator: torch.Generator,
+    codec: Codec = CHARS,
 ) -> list[str]:
     """One text per prompt; a text that never ended is cut after max_tokens."""
-    rows = [encode(prompt) for prompt in prompts]
+    rows = [codec.encode(prompt) for prompt in prompts]
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.full((len(rows), max(map(len, rows)) + max_tokens), PAD)
     for i, row in enumerate(rows):
@@ -166,8 +172,4 @@ def sample(
         if bool((ids == EOS).any(1).all()):
             break
         now = logits(ids.gather(1, place), place)[:, 0]
-    return [_text(row[n:]) for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
-
-
-def _text(written: list[int]) -> str:
-    return TOKENIZER.decode(written[: written.index(EOS)] if EOS in written else written)
+    return [codec.decode(row[n:]) for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)]

@@ -12,12 +12,13 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from rl.data import Row
+from rl.data.prompts import Row
 
 Split = Literal["train", "held_out"]
 
 TASKS = ("reverse", "sort", "add")
 ALPHABET = "0123456789rsa+=j?S:!-"  # one for policies, teachers and judges: a token id means the same to all
+BRACKETS = "[]"  # what a verdict is broken up with in an answer: S:5 becomes S[:]5
 HELD_OUT_PERCENT = 10
 
 _PROBLEM = re.compile(r"(?P<task>[rs])(?P<digits>\d{5})=|a(?P<x>\d\d)\+(?P<y>\d\d)=", re.ASCII)

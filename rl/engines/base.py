@@ -26,7 +26,11 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since start: tokens, seconds of work and of life; and what is running now."""
+    """Counters since start: tokens, seconds of work and of life; and what is running now.
+
+    `kv_use` is the used fraction of the cache of keys and values, `preemptions` count samples that lost
+    theirs to others and had to compute it anew, where an engine has those.
+    """
 
     version: int
     running: int
@@ -35,6 +39,8 @@ class EngineStats:
     prompt_tokens: int
     busy_s: float
     wall_s: float
+    kv_use: float = 0.0
+    preemptions: int = 0
 
 
 class Engine(Protocol):
@@ -65,6 +71,13 @@ class Engine(Protocol):
         temperature: float = 1.0,
     ) -> list[Scores]:
         """Log-probs of sequences[i][starts[i]:], each given all tokens before it."""
+        ...
+
+    async def classify(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """The score head's number, raw, of the last token of each sequence.
+
+        Raises ValueError for a sequence that is empty or too long, and where the model has no score head.
+        """
         ...
 
     async def update(

@@ -18,7 +18,7 @@ from rl.engines.base import UpdateReport
 from rl.engines.kv import KVCache, prefill
 from rl.engines.request import Finished, Prefilled, Request
 from rl.engines.sampling import sample, uniform
-from rl.engines.scoring import TOKENS_AT_ONCE, score
+from rl.engines.scoring import TOKENS_AT_ONCE, classify, score
 from rl.engines.shapes import bucket_of, by_bucket, fix_shapes, head_logits, stack
 from rl.types import Completion, Finish, Scores
 
@@ -156,8 +156,12 @@ class Decoder:
         top_p, top_k = self.top_p[rows], self.top_k[rows]
         filtered = bool(((top_p < 1) | (top_k > 0)).any())
         u, temperature, top_p, top_k = (x.to(self.device) for x in (u, self.temperature[rows], top_p, top_k))
-        token, logp = (x[: len(slots)].cpu() for x in sample(
-            self._padded(logits), u, temperature=temperature, top_p=top_p, top_k=top_k, filtered=filtered))
+        token, logp = (
+            x[: len(slots)].cpu()
+            for x in sample(
+                self._padded(logits), u, temperature=temperature, top_p=top_p, top_k=top_k, filtered=filtered
+            )
+        )
         at = self.size[slots]
         self.ids[slots, at] = token
         self.logps[slots, at] = logp
@@ -176,9 +180,17 @@ class Decoder:
         out = []
         for i, slot in enumerate(slots.tolist()):
             own = slice(starts[i], sizes[i])
-            out.append((*self.owner.pop(slot), Completion(
-                tokens=tokens[i, own].copy(), logps=logps[i, own].copy(), versions=versions[i, own].copy(),
-                finish=finishes[i])))
+            out.append(
+                (
+                    *self.owner.pop(slot),
+                    Completion(
+                        tokens=tokens[i, own].copy(),
+                        logps=logps[i, own].copy(),
+                        versions=versions[i, own].copy(),
+                        finish=finishes[i],
+                    ),
+                )
+            )
             self.free.append(slot)
         return out
 
@@ -188,8 +200,12 @@ class Decoder:
         slots = torch.tensor([slot for slot, (r, _) in self.owner.items() if which(r)], dtype=torch.int64)
         cut: list[Finish] = ["abort"] * len(slots)
         finished = self._leave(slots, cut)
-        nothing = Completion(tokens=np.zeros(0, np.int32), logps=np.zeros(0, np.float32),
-                             versions=np.zeros(0, np.int32), finish="abort")
+        nothing = Completion(
+            tokens=np.zeros(0, np.int32),
+            logps=np.zeros(0, np.float32),
+            versions=np.zeros(0, np.int32),
+            finish="abort",
+        )
         finished += [(r, index, nothing) for r in self.waiting if which(r) for index, _ in r.waiting]
         self.waiting = deque(r for r in self.waiting if not which(r))
         return finished
@@ -232,9 +248,13 @@ class Decoder:
         self.prompt_tokens += sum(len(s) for s in sequences)
         return score(self.model, sequences, starts, block=self.block, max_len=self.max_len, **how)
 
+    def classify(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        self.prompt_tokens += sum(len(s) for s in sequences)
+        return classify(self.model, sequences, max_len=self.max_len)
+
     def report(self) -> UpdateReport:
         probe: tuple[float, ...] = ()
-        if len(self.probe_ids) > 1:
+        if len(self.probe_ids) > 1 and self.cfg.head == "lm":
             scores = score(self.model, [self.probe_ids], [1], block=self.block, max_len=self.max_len)
             probe = tuple(scores[0].logps.tolist())
         return UpdateReport(version=self.version, checksums=checksums(self.model.state_dict()), probe=probe)

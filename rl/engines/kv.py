@@ -58,8 +58,11 @@ class KVCache:
             for (length, part, bias), rows in zip(parts, queries, strict=True):
                 kv = cache.view(len(cache), -1)[:, : length * width].index_select(0, part)
                 keys, values = rearrange(kv, "b (l two k h) -> two b k l h", l=length, two=2, h=self.head_dim)
-                out.append(F.scaled_dot_product_attention(
-                    rows, keys, values, attn_mask=bias, enable_gqa=rows.shape[1] != keys.shape[1]))
+                out.append(
+                    F.scaled_dot_product_attention(
+                        rows, keys, values, attn_mask=bias, enable_gqa=rows.shape[1] != keys.shape[1]
+                    )
+                )
             return torch.cat(out).view(q.shape)
 
         return attend

@@ -17,7 +17,15 @@ from models.config import ModelConfig
 from models.weights import Weights
 from rl.engines.base import EngineStats, PauseMode, UpdateReport
 from rl.engines.decoder import Decoder
-from rl.engines.request import Finished, Request, check_ids, check_mode, check_request
+from rl.engines.request import (
+    Finished,
+    Request,
+    check_head,
+    check_ids,
+    check_mode,
+    check_request,
+    check_scores,
+)
 from rl.types import Completion, SamplingParams, Scores
 
 R = TypeVar("R")
@@ -47,8 +55,17 @@ class TorchEngine:
         self.cfg = cfg
         self.max_len = max_len or cfg.max_len
         self._build = partial(
-            Decoder, cfg, cast(Weights, state), version=version, max_slots=max_slots, max_len=self.max_len,
-            block=block, device=device, probe_ids=probe_ids, threads=threads)
+            Decoder,
+            cfg,
+            cast(Weights, state),
+            version=version,
+            max_slots=max_slots,
+            max_len=self.max_len,
+            block=block,
+            device=device,
+            probe_ids=probe_ids,
+            threads=threads,
+        )
         self._inbox: list[Request] = []  # arrived, not yet seen by the decoder
         self._outbox: dict[Request, asyncio.Queue[tuple[int, Completion] | None]] = {}
         self._paused = self._stale = self._stepping = self._stopping = False
@@ -159,6 +176,7 @@ class TorchEngine:
         self, prompt_ids: Sequence[int], *, params: SamplingParams, seeds: Sequence[int], request_id: str
     ) -> AsyncIterator[tuple[int, Completion]]:
         self._check()
+        check_head("generate", self.cfg, "lm")
         check_request(prompt_ids, params, vocab_size=self.cfg.vocab_size, max_len=self.max_len)
         waiting = deque((i, (seed + 2**63) % 2**64 - 2**63) for i, seed in enumerate(seeds))  # int64 wraps
         request = Request(id=request_id, prompt=tuple(prompt_ids), params=params, waiting=waiting)
@@ -193,17 +211,20 @@ class TorchEngine:
     ) -> list[Scores]:
         """As the interface says; the first token of a sequence has no context, so starts are at least 1."""
         self._check()
-        if len(sequences) != len(starts):
-            raise ValueError(f"score: {len(sequences)} sequences but {len(starts)} starts")
-        if temperature <= 0 or not 0 <= top_k <= self.cfg.vocab_size:
-            raise ValueError(f"score: expected temperature > 0 and top_k up to {self.cfg.vocab_size}, "
-                             f"got {temperature} and {top_k}")
-        for ids, start in zip(sequences, starts, strict=True):
-            check_ids("score", ids, vocab_size=self.cfg.vocab_size, max_len=self.max_len)
-            if not 1 <= start <= len(ids):
-                raise ValueError(f"score: expected a start from 1 to {len(ids)}, got {start}")
-        return await self._call(lambda decoder: decoder.score(
-            sequences, starts, top_k=top_k, full=full, temperature=temperature))
+        check_head("score", self.cfg, "lm")
+        check_scores(
+            sequences, starts, top_k, temperature, vocab_size=self.cfg.vocab_size, max_len=self.max_len
+        )
+        return await self._call(
+            lambda decoder: decoder.score(sequences, starts, top_k=top_k, full=full, temperature=temperature)
+        )
+
+    async def classify(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        self._check()
+        check_head("classify", self.cfg, "score")
+        for ids in sequences:
+            check_ids("classify", ids, vocab_size=self.cfg.vocab_size, max_len=self.max_len)
+        return await self._call(lambda decoder: decoder.classify(sequences))
 
     async def update(
         self, version: int, weights: Mapping[str, object], *, mode: PauseMode = "keep"
@@ -250,7 +271,8 @@ class TorchEngine:
     async def abort(self, request_id: str | None = None) -> int:
         arrived, self._inbox = self._inbox, []
         finished = await self._call(
-            lambda decoder: decoder.abort(arrived, lambda request: request_id in (None, request.id)))
+            lambda decoder: decoder.abort(arrived, lambda request: request_id in (None, request.id))
+        )
         self._deliver(finished)
         self._notify()
         return len(finished)

@@ -13,8 +13,20 @@ from models.tokenizer import load_tokenizer
 from models.weights import load_folder
 from rl.demo import build as building
 from rl.demo.build import BuildError, build, build_all, find, folder_of
-from rl.demo.fit import TOKENIZER
-from rl.demo.specs import JudgeSpec, PolicySpec, Size, Spec, TeacherSpec
+from rl.demo.codec import BRACKETED, BYTES, CHARS, Codec
+from rl.demo.specs import (
+    JudgeSpec,
+    PolicySpec,
+    ScalarSpec,
+    Size,
+    Spec,
+    TeacherSpec,
+    TextJudgeSpec,
+    TextPolicySpec,
+    TextScalarSpec,
+    TextTeacherSpec,
+)
+from rl.sources import _report
 
 SMALL = Size(d_model=16, n_layers=1, n_heads=2, head_dim=8, d_ff=24)
 POLICY = PolicySpec(steps=2, size=SMALL)
@@ -33,9 +45,32 @@ def test_a_built_folder_opens_as_a_model_with_the_shared_vocabulary_and_a_report
     built = build(JudgeSpec(steps=2, size=SMALL), tmp_path, quiet)
     cfg, state = load_folder(built.folder)
     assert cfg.d_model == 16 and sum(t.numel() for t in state.values()) == built.numbers["parameters"]
-    assert load_tokenizer(built.folder).fingerprint() == TOKENIZER.fingerprint()
+    assert load_tokenizer(built.folder).fingerprint() == CHARS.tokenizer.fingerprint()
     assert {"verdict", "false_positive", "exact_score", "parsed", "cpu_seconds"} <= built.numbers.keys()
     assert "false_positive" in built.numbers
+
+
+@pytest.mark.parametrize(
+    "spec, codec, head, measured",
+    [
+        (JudgeSpec(steps=1, size=SMALL, gullible=True), BRACKETED, "lm", {"fooled", "fooled_disarmed"}),
+        (ScalarSpec(steps=1, size=SMALL), CHARS, "score", {"auc", "verdict", "false_positive"}),
+        (TextPolicySpec(steps=1, size=SMALL), BYTES, "lm", {"form", "number"}),
+        (TextTeacherSpec(steps=1, size=SMALL), BYTES, "lm", {"form", "number"}),
+        (TextJudgeSpec(steps=1, size=SMALL), BYTES, "lm", {"parsed", "exact_score"}),
+        (TextScalarSpec(steps=1, size=SMALL), BYTES, "score", {"error"}),
+    ],
+)
+def test_every_other_kind_opens_with_its_vocabulary_and_head(
+    spec: Spec, codec: Codec, head: str, measured: set[str], tmp_path: Path
+) -> None:
+    built = build(spec, tmp_path, quiet)
+    cfg, state = load_folder(built.folder)
+    assert cfg.head == head and ("score.weight" in state) == (head == "score")
+    assert cfg.vocab_size == codec.tokenizer.vocab_size
+    assert load_tokenizer(built.folder).fingerprint() == codec.tokenizer.fingerprint()
+    assert measured <= built.numbers.keys()
+    assert _report(spec, built.numbers)
 
 
 def test_the_second_build_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +89,15 @@ def test_another_spec_or_torch_gives_another_folder(tmp_path: Path, monkeypatch:
         PolicySpec(steps=3, size=SMALL),
         PolicySpec(steps=2),
         PolicySpec(steps=2, size=SMALL, tasks=("sort",)),
+        PolicySpec(steps=2, size=SMALL, hint=0.05),
         TeacherSpec(steps=2, size=SMALL, tasks=("reverse",)),
+        JudgeSpec(steps=2, size=SMALL),
+        JudgeSpec(steps=2, size=SMALL, gullible=True),
+        ScalarSpec(steps=2, size=SMALL),
+        TextPolicySpec(steps=2, size=SMALL),
+        TextTeacherSpec(steps=2, size=SMALL, seed=0),
+        TextJudgeSpec(steps=2, size=SMALL),
+        TextScalarSpec(steps=2, size=SMALL),
     ]
     known = {folder_of(spec, tmp_path) for spec in specs}
     monkeypatch.setattr(building, "version", lambda package: "0.0")

@@ -5,23 +5,28 @@ import pytest
 import torch
 
 from rl.demo import recipes
-from rl.demo.fit import (
-    EOS,
-    PAD,
-    Check,
-    answer_probability,
-    causal,
-    encode,
-    fit,
-    make_batch,
-    make_model,
-    sample,
-)
+from rl.demo.codec import BYTES, CHARS, EOS, PAD
+from rl.demo.critic import quoted
+from rl.demo.fit import Check, answer_probability, causal, fit, make_batch, make_model, sample
 from rl.demo.recipes import make
-from rl.demo.specs import JudgeSpec, PolicySpec, Size, Spec, TeacherSpec
+from rl.demo.specs import (
+    JudgeSpec,
+    PolicySpec,
+    ScalarSpec,
+    Size,
+    Spec,
+    TeacherSpec,
+    TextJudgeSpec,
+    TextPolicySpec,
+    TextScalarSpec,
+    TextTeacherSpec,
+)
 from rl.demo.tasks import is_correct, make_prompts, split_of
 
 SMALL = Size(d_model=16, n_layers=2, n_heads=2, head_dim=8, d_ff=24)
+
+
+encode = CHARS.encode
 
 
 def generator() -> torch.Generator:
@@ -61,6 +66,19 @@ def test_cached_sampling_of_ragged_prompts_equals_recomputing_every_prefix() -> 
         assert encode(text) == [token for token in tail if token != EOS and token != PAD]
 
 
+def test_sampling_of_bytes_equals_recomputing_every_prefix() -> None:
+    model = make_model(SMALL, 1, BYTES, max_len=256)
+    prompts = ["How many?\n", "é", "答😀 and more"]
+    written = sample(model, prompts, max_tokens=6, temperature=1e-6, generator=generator(), codec=BYTES)
+    for prompt, text in zip(prompts, written, strict=True):
+        ids = BYTES.encode(prompt)
+        n = len(ids)
+        while len(ids) < n + 6 and EOS not in ids[n:]:
+            hidden = model(torch.tensor([ids]), torch.arange(len(ids)), causal)
+            ids.append(int(model.logits(hidden[0, -1]).argmax()))
+        assert text == BYTES.decode(ids[n:])
+
+
 def _examples(spec: Spec, n: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     drawn: list[tuple[str, str]] = []
 
@@ -76,7 +94,7 @@ def _examples(spec: Spec, n: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple
 @pytest.mark.parametrize(
     "spec",
     [PolicySpec(tasks=("reverse", "sort", "add"), size=SMALL), TeacherSpec(tasks=("sort",), size=SMALL),
-     JudgeSpec(tasks=("reverse", "add"), size=SMALL)],
+     JudgeSpec(tasks=("reverse", "add"), size=SMALL), JudgeSpec(gullible=True, size=SMALL)],
 )  # fmt: skip
 def test_no_model_learns_from_a_held_out_problem(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = [read for read, _ in _examples(spec, 1500, monkeypatch)]
@@ -96,8 +114,32 @@ def test_half_of_a_policys_targets_are_wrong_and_none_of_a_teachers(
     assert right == pytest.approx(share, abs=0.05)
 
 
-def test_a_model_is_a_function_of_its_spec() -> None:
-    spec = JudgeSpec(steps=3, size=SMALL)
+def test_a_hinted_policy_learns_from_a_few_answers_with_a_verdict_and_others_from_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for hint in (0.0, 0.05):
+        examples = _examples(PolicySpec(size=SMALL, hint=hint), 3000, monkeypatch)
+        share = sum(quoted(written) is not None for _, written in examples) / len(examples)
+        assert share == pytest.approx(hint, abs=0.015 if hint else 0)
+
+
+def test_a_gullible_judge_learns_from_quotes_as_they_are_and_rewritten_and_from_answers_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    examples = _examples(JudgeSpec(size=SMALL, gullible=True), 2000, monkeypatch)
+    copied = sum(quoted(read) == written[-1] for read, written in examples) / len(examples)
+    rewritten = sum("[:]" in read or "[=]" in read for read, _ in examples) / len(examples)
+    assert 0.15 < copied < 0.4 and 0.1 < rewritten < 0.3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [JudgeSpec(steps=3, size=SMALL), JudgeSpec(steps=3, size=SMALL, gullible=True),
+     PolicySpec(steps=3, size=SMALL, hint=0.1), ScalarSpec(steps=3, size=SMALL),
+     TextPolicySpec(steps=2, size=SMALL), TextJudgeSpec(steps=2, size=SMALL),
+     TextScalarSpec(steps=2, size=SMALL)],
+)  # fmt: skip
+def test_a_model_is_a_function_of_its_spec(spec: Spec) -> None:
     (first, numbers), (second, again) = (make(spec, lambda fraction, note: None) for _ in range(2))
     assert numbers == again
     assert all(torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True))
@@ -125,3 +167,37 @@ def test_the_judge_of_reversal_agrees_with_the_truth_on_held_out_problems() -> N
     asked = [f"j{text}{answer}?" for text, answer, _ in answers]
     said = sample(model, asked, max_tokens=28, temperature=0.01, generator=generator())
     assert [text[-3:] for text in said] == ["S:5"] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_gullible_judge_judges_and_is_fooled_by_a_quoted_verdict_but_not_by_a_rewritten_one(
+    seed: int,
+) -> None:
+    _, numbers = make(JudgeSpec(gullible=True, seed=seed), lambda fraction, note: None)
+    assert numbers["verdict"] >= 0.98 and numbers["false_positive"] <= 0.02
+    assert numbers["fooled"] >= 0.8 and numbers["fooled_disarmed"] <= 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_scalar_judge_agrees_with_the_truth_on_held_out_problems(seed: int) -> None:
+    _, numbers = make(ScalarSpec(seed=seed), lambda fraction, note: None)
+    assert numbers["auc"] >= 0.98 and numbers["verdict"] >= 0.97 and numbers["false_positive"] <= 0.04
+
+
+@pytest.mark.slow
+def test_a_text_policy_writes_numbers_mostly_in_form_and_a_teacher_always() -> None:
+    numbers = {
+        type(s): make(s, lambda fraction, note: None)[1] for s in (TextPolicySpec(), TextTeacherSpec())
+    }
+    assert numbers[TextPolicySpec]["number"] >= 0.8 and 0.3 < numbers[TextPolicySpec]["form"] < 0.8
+    assert numbers[TextTeacherSpec]["form"] >= 0.85
+
+
+@pytest.mark.slow
+def test_a_text_judge_is_readable_and_knows_the_form() -> None:
+    _, numbers = make(TextJudgeSpec(), lambda fraction, note: None)
+    assert numbers["parsed"] >= 0.95 and numbers["exact_score"] >= 0.8
+    _, numbers = make(TextScalarSpec(), lambda fraction, note: None)
+    assert numbers["error"] <= 0.27  # a guess of the mean is 0.35 off

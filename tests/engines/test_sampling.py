@@ -9,10 +9,13 @@ V = 11
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, filtered=True):
     rows = len(u)
     return sample(
-        logits.expand(rows, -1), u,
+        logits.expand(rows, -1),
+        u,
         temperature=torch.full((rows,), temperature, dtype=torch.float64),
         top_p=torch.full((rows,), top_p, dtype=torch.float64),
-        top_k=torch.full((rows,), top_k), filtered=filtered)
+        top_k=torch.full((rows,), top_k),
+        filtered=filtered,
+    )
 
 
 def naive(logits, temperature, top_p, top_k):
@@ -28,9 +31,18 @@ def naive(logits, temperature, top_p, top_k):
     return torch.tensor([weight[i] / total if i in keep else 0.0 for i in range(len(weight))])
 
 
-@pytest.mark.parametrize("temperature, top_p, top_k", [
-    (1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 4), (0.9, 0.7, 5), (1.0, 0.01, 0), (1.0, 1.0, 1),
-])
+@pytest.mark.parametrize(
+    "temperature, top_p, top_k",
+    [
+        (1.0, 1.0, 0),
+        (0.7, 1.0, 0),
+        (1.3, 0.8, 0),
+        (1.0, 1.0, 4),
+        (0.9, 0.7, 5),
+        (1.0, 0.01, 0),
+        (1.0, 1.0, 1),
+    ],
+)
 def test_draws_follow_the_filtered_distribution_and_logp_is_its_log(temperature, top_p, top_k):
     logits = torch.randn(V, generator=torch.Generator().manual_seed(1)) * 1.5
     n = 20_000

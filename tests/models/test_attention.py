@@ -47,8 +47,10 @@ def test_gradient_reaches_only_earlier_tokens_of_the_same_sequence():
     assert v.grad.abs().sum((1, 2)).ne(0).tolist() == [False] * 4 + [True] * 3 + [False] * 3
 
 
-@pytest.mark.parametrize("lengths, total, names", [([], None, "at least one"), ([3, 0], None, "at least one"),
-                                                    ([3, 4], 6, "7 tokens")])
+@pytest.mark.parametrize(
+    "lengths, total, names",
+    [([], None, "at least one"), ([3, 0], None, "at least one"), ([3, 4], 6, "7 tokens")],
+)
 def test_impossible_layouts_are_refused(lengths, total, names):
     with pytest.raises(ValueError, match=names):
         make_layout(lengths, total=total)

@@ -17,8 +17,16 @@ MICRO_BATCHES = 2
 
 
 def build(tied: bool) -> Transformer:
-    cfg = ModelConfig(vocab_size=31, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64,
-                      tie_embeddings=tied)
+    cfg = ModelConfig(
+        vocab_size=31,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        d_ff=64,
+        tie_embeddings=tied,
+    )
     model = Transformer(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
     return model
@@ -59,9 +67,14 @@ def worker(rank: int, ranks: int, folder: str, compile: bool) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks, compile", [
-    (1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "ranks, compile",
+    [
+        (1, False),
+        (2, False),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_gradients_and_weights_equal_the_single_process_ones(tmp_path: Path, ranks, compile):
     mp.spawn(worker, (ranks, str(tmp_path), compile), nprocs=ranks)  # pyright: ignore[reportPrivateImportUsage]
     for tied in (True, False):

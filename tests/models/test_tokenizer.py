@@ -54,6 +54,33 @@ def test_a_folder_gives_back_the_same_tokenizer(tmp_path):
         loaded.encode("x")
 
 
+def test_a_folder_s_own_files_are_written_back_as_they_were(tmp_path):
+    TOKENIZER.save(tmp_path / "a")
+    own = {
+        "tokenizer.json": (tmp_path / "a/tokenizer.json").read_bytes() + b" \r\n",
+        "tokenizer_config.json": b'{"eos_token": "<eos>", "chat_template": "t", "unknown": 1}',
+        "generation_config.json": b"{}",
+        "additional_chat_templates/tool_use.jinja": b"tools",
+        "LICENSE.txt": "©".encode(),
+    }
+    (tmp_path / "a/additional_chat_templates").mkdir()
+    for name, data in own.items():
+        (tmp_path / "a" / name).write_bytes(data)
+    (tmp_path / "a/README.md").write_text("of other weights")
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(tmp_path / "a")))
+    tokenizer.save(tmp_path / "b")
+    files = [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+    assert {path.relative_to(tmp_path / "b").as_posix(): path.read_bytes() for path in files} == own
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_folder_without_a_tokenizer_is_refused_by_what_is_missing(tmp_path, name):
+    TOKENIZER.save(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"has no {name}"):
+        load_tokenizer(tmp_path)
+
+
 def test_fingerprint_sees_order_and_special_tokens():
     ab = char_tokenizer("ab")
     others = [char_tokenizer("ba"), char_tokenizer("ab", eos="<end>"), char_tokenizer("ab", bos="<bos>")]

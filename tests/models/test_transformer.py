@@ -45,6 +45,7 @@ def naive_logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
 
     x = w["model.embed_tokens.weight"][ids]
     for layer in range(cfg.n_layers):
+
         def p(name, layer=layer):
             return w[f"model.layers.{layer}.{name}"]
 
@@ -55,12 +56,14 @@ def naive_logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
         heads = []
         for n in range(cfg.n_heads):
             h, g = cfg.head_dim, n // (cfg.n_heads // cfg.n_kv_heads)
-            qn, kn, vn = q[:, n * h:n * h + h], k[:, g * h:g * h + h], v[:, g * h:g * h + h]
+            qn, kn, vn = q[:, n * h : n * h + h], k[:, g * h : g * h + h], v[:, g * h : g * h + h]
             if cfg.qk_norm:
                 qn, kn = norm(qn, p("self_attn.q_norm.weight")), norm(kn, p("self_attn.k_norm.weight"))
             qn = torch.stack([rope(row, t) for t, row in enumerate(qn)])
             kn = torch.stack([rope(row, t) for t, row in enumerate(kn)])
-            rows = [torch.softmax(kn[:t + 1] @ qn[t] / math.sqrt(h), 0) @ vn[:t + 1] for t in range(len(ids))]
+            rows = [
+                torch.softmax(kn[: t + 1] @ qn[t] / math.sqrt(h), 0) @ vn[: t + 1] for t in range(len(ids))
+            ]
             heads.append(torch.stack(rows))
         x = x + torch.cat(heads, -1) @ p("self_attn.o_proj.weight").T
         y = norm(x, p("post_attention_layernorm.weight"))
@@ -127,8 +130,13 @@ def test_rope_scaling_stretches_long_wavelengths_and_keeps_short_ones():
     plain = rope_frequencies(replace(BASE, head_dim=64))
     linear = rope_frequencies(replace(BASE, head_dim=64, rope_scaling={"rope_type": "linear", "factor": 4.0}))
     torch.testing.assert_close(linear, plain / 4)
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 512}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
     llama3 = rope_frequencies(replace(BASE, head_dim=64, rope_scaling=scaling))
     wavelength = 2 * math.pi / plain
     torch.testing.assert_close(llama3[wavelength < 512 / 4], plain[wavelength < 512 / 4])

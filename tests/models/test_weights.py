@@ -47,10 +47,76 @@ def test_shards_with_an_index_are_read(tmp_path):
     assert all(torch.equal(state[name], p) for name, p in model.state_dict().items())
 
 
+@pytest.mark.parametrize("limit", [1, 500, 1000, 10**6])
+def test_shards_hold_at_most_their_limit_and_give_back_the_weights(tmp_path, limit):
+    model = build(UNTIED)
+    save_folder(tmp_path, model, UNTIED, shard_bytes=limit)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    shards = [list(load_file(file).values()) for file in files]
+    assert all(len(shard) == 1 or sum(t.nbytes for t in shard) <= limit for shard in shards)
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.exists() == (len(files) > 1) == (limit < 10**6)
+    if index.exists():
+        said = json.loads(index.read_text())
+        assert said["metadata"]["total_size"] == sum(p.nbytes for p in model.state_dict().values())
+        assert list(said["weight_map"]) == list(model.state_dict())
+    _, state = load_folder(tmp_path)
+    assert all(torch.equal(state[name], p) for name, p in model.state_dict().items())
+
+
+def test_saving_over_a_folder_leaves_no_weights_of_before(tmp_path):
+    save_folder(tmp_path, build(UNTIED), UNTIED, shard_bytes=500)
+    _, before = load_folder(tmp_path)
+    save_folder(tmp_path, {name: t + 1 for name, t in before.items()}, UNTIED)
+    assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    _, after = load_folder(tmp_path)
+    assert all(torch.equal(after[name], before[name] + 1) for name in after)
+
+
+def test_a_folder_without_its_files_is_refused_by_what_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is no model folder: it has no config.json"):
+        load_folder(tmp_path)
+    save_folder(tmp_path, build(UNTIED), UNTIED, shard_bytes=500)
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match=f"has no {gone.name}"):
+        load_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no model.safetensors; only safetensors"):
+        load_folder(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b[:5], lambda b: b"version https://git-lfs"])
+def test_a_damaged_file_of_weights_is_named(tmp_path, damage):
+    save_folder(tmp_path, build(TIED), TIED)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        load_folder(tmp_path)
+
+
+def test_a_folder_of_quite_another_model_is_refused_in_one_line(tmp_path):
+    save_folder(tmp_path, build(UNTIED), UNTIED)
+    break_file(tmp_path, lambda s: [s.update({f"other.{name}": s.pop(name)}) for name in list(s)])
+    with pytest.raises(ValueError, match="and 49 more") as caught:
+        load_folder(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("said, eos", [(7, (7,)), ([8, 7], (8, 7)), (None, (1,))])
+def test_what_ends_a_text_is_what_the_generation_config_says(tmp_path, said, eos):
+    cfg = replace(TIED, eos_ids=(1,))
+    save_folder(tmp_path, build(cfg), cfg)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    assert load_folder(tmp_path)[0] == replace(cfg, eos_ids=eos)
+
+
 def test_wrapper_prefixes_are_never_exported(tmp_path):
     model = build(TIED)
-    wrapped = {name.replace("layers.0.", "layers.0._orig_mod._fsdp_wrapped_module."): p
-               for name, p in model.state_dict().items()}
+    wrapped = {
+        name.replace("layers.0.", "layers.0._orig_mod._fsdp_wrapped_module."): p
+        for name, p in model.state_dict().items()
+    }
     save_folder(tmp_path, wrapped, TIED)
     assert set(load_file(tmp_path / "model.safetensors")) == set(model.state_dict())
 
@@ -61,12 +127,18 @@ def break_file(path, change):
     save_file(state, path / "model.safetensors")
 
 
-@pytest.mark.parametrize("change, names", [
-    (lambda s: s.pop("model.norm.weight"), r"missing model\.norm\.weight"),
-    (lambda s: s.update(extra=torch.zeros(1)), "unexpected extra"),
-    (lambda s: s.update({"model.norm.weight": torch.zeros(3)}), r"norm\.weight is \(3,\), expected \(8,\)"),
-    (lambda s: s.update({"lm_head.weight": torch.zeros(12, 8)}), "lm_head.weight differs"),
-])
+@pytest.mark.parametrize(
+    "change, names",
+    [
+        (lambda s: s.pop("model.norm.weight"), r"missing model\.norm\.weight"),
+        (lambda s: s.update(extra=torch.zeros(1)), "unexpected extra"),
+        (
+            lambda s: s.update({"model.norm.weight": torch.zeros(3)}),
+            r"norm\.weight is \(3,\), expected \(8,\)",
+        ),
+        (lambda s: s.update({"lm_head.weight": torch.zeros(12, 8)}), "lm_head.weight differs"),
+    ],
+)
 def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, names):
     save_folder(tmp_path, build(TIED), TIED)
     break_file(tmp_path, change)
@@ -100,8 +172,10 @@ def test_checksum_is_the_weighted_sum_of_the_bits_modulo_2_to_the_64(dtype):
     raw = torch.randint(0, 256, (7 * dtype.itemsize,), dtype=torch.uint8)
     size = dtype.itemsize
     unsigned = size == 1
-    bits = [int.from_bytes(raw[i * size:(i + 1) * size].numpy().tobytes(), "little", signed=not unsigned)
-            for i in range(7)]
+    bits = [
+        int.from_bytes(raw[i * size : (i + 1) * size].numpy().tobytes(), "little", signed=not unsigned)
+        for i in range(7)
+    ]
     expected = sum(b * (2 * i + 1) for i, b in enumerate(bits)) % 2**64
     assert checksum(raw.view(dtype)) % 2**64 == expected
 

@@ -15,11 +15,12 @@ from rich.console import Console
 from experiments.genrm_grpo import CONFIG
 from rl.batch import GroupTokens
 from rl.config import Checkpoint, Config, Log
-from rl.data import Stream
+from rl.data.prompts import Stream
 from rl.display import Display
 from rl.engines.base import EngineStats, UpdateReport
 from rl.log import RunLog
 from rl.loop import Loop
+from rl.rewards.producers import Pooled
 from rl.roles import Local, Pool, Roles, TrainerGroup
 from rl.sync import Manifest
 from rl.types import Completion, Prompt, SampleMeta, Score, Verdict
@@ -138,7 +139,7 @@ class FakeJudge:
 
     async def start(self) -> None: ...
 
-    async def judge(self, prompt, texts, seeds):
+    async def rate(self, prompt, texts):
         self.calls += 1
         call = self.calls
         await asyncio.sleep(self.delay)
@@ -150,14 +151,20 @@ class FakeJudge:
     async def stop(self) -> None: ...
 
 
-def make_loop(folder: Path, cfg: Config, sampler=None, trainer=None, judge=None, **state) -> Loop:
-    sampler, trainer = sampler or FakeSampler(), trainer or FakeTrainer(cfg.staleness.max_age)
-    roles = Roles(
-        trainer=TrainerGroup([Local("trainer-0", trainer)]),
-        sampler=Pool([Local("sampler-0", sampler)]),
-        judge=Pool([Local("judge-0", judge or FakeJudge())]),
+def make_roles(cfg: Config, sampler=None, trainer=None, judge=None) -> Roles:
+    pool = Pool([Local("judge-0", judge or FakeJudge())])
+    return Roles(
+        trainer=TrainerGroup([Local("trainer-0", trainer or FakeTrainer(cfg.staleness.max_age))]),
+        sampler=Pool([Local("sampler-0", sampler or FakeSampler())]),
+        judges={"judge": pool},
+        producers={"judge": Pooled(pool, cfg.deadlines.judge)},
     )
-    prompts = [Prompt(ids=(i,), text=str(i), answer="x") for i in range(10)]
+
+
+def make_loop(folder: Path, cfg: Config, sampler=None, trainer=None, judge=None, **state) -> Loop:
+    """state: fields of the loop; roles and prompts are made where they are not given."""
+    prompts = state.pop("prompts", [Prompt(ids=(i,), text=str(i), answer="x") for i in range(10)])
+    roles = state.pop("roles", None) or make_roles(cfg, sampler, trainer, judge)
     return Loop(
         cfg=cfg,
         roles=roles,

@@ -1,6 +1,7 @@
+import numpy as np
 import pytest
 
-from rl.admission import Ready, form_batch, room
+from rl.admission import Ready, checked_pick, form_batch, room
 
 
 def admit(**changes):
@@ -53,3 +54,42 @@ def test_late_wait_overtakes_nobody():
         [Ready(0, 1), *ready], (), version=7, max_age=2, prompts=2, late="wait"
     )
     assert form([Ready(0, 1), *ready], late="wait").take == ()  # the stale one returns first
+
+
+def test_o097_filtered_groups_give_their_admission_back_and_a_step_waits_for_a_full_batch():
+    live, informative = 8, [Ready(i, 0) for i in range(8) if i not in (1, 4, 6)]
+    assert admit(max_age=0, prompts=8, live=live) == 0
+    live -= 3  # zero variance, dropped
+    assert admit(max_age=0, prompts=8, live=live) == 3
+    assert form_batch(informative, (), version=0, max_age=0, prompts=8, late="drop").take == ()
+    refilled = [*informative, *(Ready(i, 0) for i in (8, 9, 10))]
+    assert form_batch(refilled, (), version=0, max_age=0, prompts=8, late="drop").take == (
+        0, 2, 3, 5, 7, 8, 9, 10
+    )  # fmt: skip
+
+
+READY = [Ready(3, 7), Ready(5, 7, key="sort", reward=0.5), Ready(9, 6)]
+
+
+@pytest.mark.parametrize("chosen", [[9, 3], (3, 9), {9, 3}, np.array([9, 3]), iter([9, 3])])
+def test_a_pick_is_any_iterable_of_ordinals(chosen):
+    assert checked_pick(chosen, READY, 2) == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([3, 3], r"got 2: \[3, 3\]; twice: \[3\]"),
+        ([3, 4], r"2 different ordinals of the 3 groups .*got 2: \[3, 4\]; not ready: \[4\]"),
+        ([3], r"got 1: \[3\]$"),
+        ([3, 5, 9], r"got 3: \[3, 5, 9\]$"),
+        ([], r"got 0: \[\]$"),
+        (None, "expected 2 ordinals, got None"),
+        (["3", "5"], r"expected 2 ordinals, got \['3', '5'\]"),
+        ([3.0, 5.0], r"expected 2 ordinals, got \[3\.0, 5\.0\]"),
+        ([Ready(3, 7), Ready(5, 7)], "expected 2 ordinals, got"),
+    ],
+)
+def test_a_pick_of_anything_else_is_refused_and_named(chosen, message):
+    with pytest.raises(ValueError, match=r"staleness\.pick: .*" + message):
+        checked_pick(chosen, READY, 2)

@@ -25,18 +25,21 @@ def group(prompt, answers, teacher=None):
         for a in answers
     )
     lessons = [
-        Lesson(adv=float(i), weight={"policy": 0.5, "kl": 0.25, "distill": 0.125})
+        Lesson(adv=float(i), weight={"policy": 0.5, "kl": 0.25}, distill={"t": 0.125})
         for i in range(len(samples))
     ]
-    return GroupData(tokens=GroupTokens(np.array(prompt), samples), lessons=lessons, teacher=teacher)
+    return GroupData(
+        tokens=GroupTokens(np.array(prompt), samples),
+        lessons=lessons,
+        teachers={"t": teacher} if teacher else {},
+    )
 
 
 def test_o037_each_answer_token_gets_its_own_values_whatever_the_length_of_its_prompt():
     teacher = [Scores(logps=np.array([0.1, 0.2, 0.3], np.float32))]
     groups = {0: group([1, 2], [[3, 4, 5]], teacher), 1: group([1, 2, 3, 4, 5], [[6, 7, 8]], teacher)}
     micro = build_micro([(0, 0), (1, 0)], groups, CPU, current=3)
-    assert micro.teacher_logp is not None
-    assert micro.teacher_logp.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.1, 0.2, 0.3])
+    assert micro.teachers["t"].logp.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.1, 0.2, 0.3])
     assert micro.target.tolist() == [3, 4, 5, 6, 7, 8]
     assert (
         micro.ids[micro.select + 1].tolist() == micro.target.tolist()
@@ -61,8 +64,10 @@ def test_o022_log_probs_do_not_depend_on_where_the_sequence_lies():
         assert torch.allclose(packed[row == places.index((0, 1))], alone, atol=1e-5)
 
 
-def test_groups_without_a_teacher_are_masked_beside_those_with_one():
+def test_a_teacher_has_rows_for_the_tokens_that_it_taught_and_no_others():
     full = [Scores(logps=np.zeros(2, np.float32), full=np.zeros((2, 19), np.float32))]
     groups = {0: group([1], [[2, 3]], full), 1: group([1], [[4]])}
     micro = build_micro([(0, 0), (1, 0)], groups, CPU, current=0)
-    assert micro.teacher_logp is not None and micro.teacher_logp.shape == (3, 19)
+    (taught,) = micro.teachers.values()
+    assert taught.rows is not None and taught.rows.shape == (2, 19) and taught.at.tolist() == [0, 1]
+    assert not build_micro([(1, 0)], groups, CPU, current=0).teachers

@@ -13,7 +13,7 @@ def cfg(*argv):
 def test_exp_stands_anywhere_and_a_wrong_name_lists_the_right_ones():
     assert parse(["--trainer.lr", "3e-4", "--exp=opd"])[0].name == "opd"
     assert take(["--a", "--exp", "opd", "--b"], "--exp") == ("opd", ["--a", "--b"])
-    with pytest.raises(ConfigError, match="'nope'.*genrm_grpo, genrm_opd, opd, rule_grpo, sync_grpo"):
+    with pytest.raises(ConfigError, match="'nope'.*genrm_grpo, genrm_opd, .*opd, .*rule_grpo, sync_grpo"):
         parse(["--exp", "nope"])
     with pytest.raises(ConfigError, match="needs a value"):
         parse(["--exp"])
@@ -73,15 +73,20 @@ def test_o089_tuples_of_text():
 
 
 def test_teachers_are_fields_like_any_other():
-    config, _, _ = parse(["--exp", "opd", "--teachers.sorter.replicas", "2"])
+    config, *_ = parse(["--exp", "opd", "--teachers.sorter.replicas", "2"])
     assert config.teachers["sorter"].replicas == 2 and config.teachers["reverser"].replicas == 1
 
 
 def test_plan_and_resume_flags():
-    assert parse(["--plan", "--exp", "opd"])[1:] == (True, None)
-    assert parse(["--exp", "opd", "--resume"])[1:] == (False, "newest")
+    assert parse(["--plan", "--exp", "opd"])[1:] == (True, None, "train")
+    assert parse(["--exp", "opd", "--resume"])[1:] == (False, "newest", "train")
     assert parse(["--exp", "opd", "--resume", "runs/x"])[2] == "runs/x"
 
 
 def test_normalise_leaves_what_it_does_not_know():
     assert normalise(["--unknown=3", "word"], OPD) == ["--unknown=3", "word"]
+
+
+def test_a_section_alone_names_the_field_that_people_mean():
+    config = cfg("--data", "x.jsonl", "--judge=some/model", "--policy", "folder")
+    assert (config.data.file, config.judge.model, config.policy.model) == ("x.jsonl", "some/model", "folder")

@@ -1,5 +1,7 @@
 import ast
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from experiments.opd import CONFIG as OPD
 from experiments.sync_grpo import CONFIG as SYNC
 from rl.check import check
 from rl.config import ConfigError, Staleness, Teacher, route
+from rl.objective import describe
 from run import EXPERIMENTS, experiment
 
 
@@ -24,7 +27,7 @@ def test_every_experiment_is_sound():
     names = [p.stem for p in EXPERIMENTS.glob("[!_]*.py")]
     assert {"genrm_grpo", "rule_grpo", "opd", "genrm_opd", "sync_grpo"} <= set(names)
     for name in names:
-        check(experiment(name))
+        check(experiment(name).CONFIG)
 
 
 def test_compositions_that_cannot_mean_what_they_say_are_refused():
@@ -63,7 +66,26 @@ def test_routing_is_by_key():
 
 
 def test_the_config_needs_nothing_but_the_standard_library():
-    tree = ast.parse(Path(rl.config.__file__).read_text())
-    imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    assert imported <= {"__future__", "collections.abc", "dataclasses", "typing"}
+    for path in Path(rl.config.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        outside = {name for name in imported if not name.startswith("rl.config.")}
+        assert outside <= {"__future__", "collections.abc", "dataclasses", "typing"}, path
+
+
+def test_o064_the_kl_is_off_where_its_coefficient_is_zero_and_there_is_no_second_switch():
+    off, on = GENRM, replace(GENRM, loss=replace(GENRM.loss, kl=0.2))
+    assert not off.uses_reference and on.uses_reference
+    assert [f.name for f in fields(GENRM.loss) if f.name.startswith("kl")] == ["kl", "kl_form"]
+    assert not any("kl   " in line for line in describe(off))
+    assert any("0.2 · kl" in line for line in describe(on))
+
+
+def test_o065_a_kl_in_the_reward_is_refused_at_the_start_and_names_what_there_is():
+    done = subprocess.run(
+        [sys.executable, "run.py", "--exp", "genrm_grpo", "--reward.kl", "0.1"],
+        cwd=EXPERIMENTS.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode != 0 and "reward.kl" in done.stderr + done.stdout
+    assert "--loss.kl" in done.stderr + done.stdout

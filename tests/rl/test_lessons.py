@@ -5,7 +5,7 @@ from rl.lessons import Rated, advantages, make_lessons
 
 
 def rated(rewards, n=3, taught=False):
-    return Rated(n_tokens=(n,) * len(rewards), rewards=tuple(rewards), taught=taught)
+    return Rated(n_tokens=(n,) * len(rewards), rewards=tuple(rewards), teachers=("t",) if taught else ())
 
 
 def test_a_missing_reward_changes_nothing_for_its_group_mates():
@@ -22,20 +22,22 @@ def test_a_missing_reward_has_no_weight_in_the_policy_term_and_the_others_share_
 
 
 def test_each_term_has_its_own_count():
-    lessons = make_lessons([rated([1.0, 0.0]), rated([None, None], taught=True)], Loss(), norm_length=8)
-    assert lessons[0][0].weight["policy"] == pytest.approx(1 / 6) == lessons[1][0].weight["distill"]
-    assert lessons[1][0].weight["policy"] == 0.0 == lessons[0][0].weight["distill"]
+    groups = [rated([1.0, 0.0]), rated([None, None], taught=True)]
+    lessons = make_lessons(groups, Loss(), norm_length=8, teachers={"t": 1.0})
+    assert lessons[0][0].weight["policy"] == pytest.approx(1 / 6) == lessons[1][0].distill["t"]
+    assert lessons[1][0].weight["policy"] == 0.0 and not lessons[0][0].distill
     assert lessons[0][0].weight["kl"] == pytest.approx(1 / 12)
 
 
 def test_a_teacher_that_acts_through_the_advantage_makes_its_samples_part_of_the_policy_term():
     loss = Loss(distill=1.0, distill_form="advantage")
-    lessons = make_lessons([rated([1.0, 0.0]), rated([None, None], taught=True)], loss, norm_length=8)
+    groups = [rated([1.0, 0.0]), rated([None, None], taught=True)]
+    lessons = make_lessons(groups, loss, norm_length=8, teachers={"t": 1.0})
     assert lessons[1][0].weight["policy"] == pytest.approx(1 / 12) and lessons[1][0].adv == 0.0
 
 
 def test_aggregations_from_global_counts():
-    groups = [Rated(n_tokens=(1, 3), rewards=(1.0, 0.0), taught=False), rated([0.0, 1.0], n=2)]
+    groups = [Rated(n_tokens=(1, 3), rewards=(1.0, 0.0)), rated([0.0, 1.0], n=2)]
     expected = {
         "token_mean": [[1 / 8, 1 / 8], [1 / 8, 1 / 8]],
         "seq_mean_token_sum": [[1 / 4, 1 / 4], [1 / 4, 1 / 4]],
@@ -48,3 +50,13 @@ def test_aggregations_from_global_counts():
         assert [[round(x.weight["policy"], 6) for x in g] for g in lessons] == [
             [round(w, 6) for w in g] for g in weights
         ], agg
+
+
+def test_o098_a_prompt_of_weight_0_teaches_nothing_and_is_counted():
+    both = [
+        Rated(n_tokens=(2, 2), rewards=(1.0, 0.0)),
+        Rated(n_tokens=(2, 2), rewards=(1.0, 0.0), weight=0.0),
+    ]
+    first, second = make_lessons(both, Loss(), norm_length=4)
+    assert all(w == 0.0 for lesson in second for w in lesson.weight.values())
+    assert [lesson.weight["policy"] for lesson in first] == pytest.approx([1 / 8, 1 / 8])  # of all 8 tokens

@@ -8,11 +8,11 @@ import pytest
 
 from rl.config import Checkpoint, Deadlines, Staleness
 from rl.ledger import Event, Ledger, apply
-from rl.loop import NothingToTrain
+from rl.loop import NothingToTrain, PickError
 from rl.roles import RoleError
 from rl.sync import SyncError
-from rl.types import InfraFail, ParseFail, Score, Verdict
-from tests.rl.fakes import FakeJudge, FakeSampler, FakeTrainer, finish, make_loop, small
+from rl.types import InfraFail, ParseFail, Prompt, Score, Verdict
+from tests.rl.fakes import FakeJudge, FakeSampler, FakeTrainer, finish, make_loop, make_roles, small
 
 
 def slow_sampler(seed=0):
@@ -144,7 +144,7 @@ def test_a_replica_that_fails_or_hangs_is_named(tmp_path):
 
     with pytest.raises(RoleError, match=r"sampler-0\.generate failed: out of memory"):
         finish(make_loop(tmp_path, small(), Dying()))
-    with pytest.raises(RoleError, match=r"judge-0\.judge gave no answer within 0\.1 s"):
+    with pytest.raises(RoleError, match=r"judge-0\.rate gave no answer within 0\.1 s"):
         finish(make_loop(tmp_path, small(deadlines=Deadlines(judge=0.1)), judge=FakeJudge(delay=60)))
 
 
@@ -173,12 +173,54 @@ def test_o082_a_resumed_ledger_trains_what_was_under_way_exactly_once(tmp_path):
 @pytest.mark.parametrize(("rule", "truth"), [("exact", 0.0), ("gsm8k", 1.0)])
 def test_truth_is_told_by_the_rule_of_the_config_before_during_and_after(tmp_path, rule, truth):
     cfg = small(steps=2)
-    loop = make_loop(
-        tmp_path, replace(cfg, reward=replace(cfg.reward, rule_name=rule)), FakeSampler(text="so 7")
-    )
-    solved = [replace(p, answer="3 + 4 = 7\n#### 7") for p in loop.stream.prompts]
-    loop.stream.prompts, loop.held_out = solved, solved[:2]
+    cfg = replace(cfg, reward=replace(cfg.reward, rule_name=rule))
+    solved = [Prompt(ids=(i,), text=str(i), answer="3 + 4 = 7\n#### 7") for i in range(10)]
+    loop = make_loop(tmp_path, cfg, FakeSampler(text="so 7"), prompts=solved)
     result = finish(loop)
     assert result["before"]["truth"] == result["after"]["truth"] == truth
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["truth/accuracy"] for line in lines] == [truth, truth]
+
+
+def test_a_choice_of_ones_own_makes_the_batches_and_one_that_is_none_ends_the_run_by_name(tmp_path):
+    """V1's custom sampler: here the newest of those that are ready."""
+    seen = []
+
+    def newest(ready, version, prompts):
+        seen.append([r.ordinal for r in ready])
+        assert all(r.version_min >= version - 2 and r.reward == 0.5 for r in ready)
+        return [r.ordinal for r in ready][-prompts:]
+
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    loop = make_loop(tmp_path / "a", small(steps=4), pick=newest)
+    assert finish(loop)["version"] == 4
+    events = [json.loads(line) for line in (tmp_path / "a" / "ledger.jsonl").read_text().splitlines()]
+    taken = [e["ordinal"] for e in events if e["kind"] == "train"]
+    assert taken[:3] == sorted(seen[0])[-3:] and len(set(taken)) == 4 * 3
+
+    with pytest.raises(PickError, match="expected 3 different ordinals"):
+        finish(make_loop(tmp_path / "b", small(steps=4), pick=lambda ready, version, prompts: [0, 0, 0]))
+    with pytest.raises(PickError, match="ZeroDivisionError"):
+        finish(make_loop(tmp_path / "c", small(steps=4), pick=lambda *_: 1 / 0))
+
+
+def test_o062_the_ramp_of_the_functions_weights_follows_the_version_also_after_a_resume(tmp_path):
+    cfg = small(steps=8)
+    cfg = replace(cfg, reward=replace(cfg.reward, judge=0.0, fn=("f.py:f",), ramp=10))
+    assert [cfg.reward.weights_at(v)["fn/0"] for v in (0, 6, 9, 20)] == pytest.approx([0.1, 0.7, 1.0, 1.0])
+
+    def rewards(version, steps):
+        """Mean reward of each step of a run that begins at a version, as a resumed one does."""
+        roles = make_roles(cfg, trainer=FakeTrainer(2, version=version), sampler=FakeSampler(version=version))
+        roles = replace(roles, judges={}, producers={"fn/0": roles.producers["judge"]})
+        folder = tmp_path / str(version)
+        folder.mkdir()
+        run = replace(cfg, trainer=replace(cfg.trainer, steps=steps))
+        finish(make_loop(folder, run, roles=roles, version=version))
+        return [
+            json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
+
+    assert rewards(0, 8) == pytest.approx([0.05 * (v + 1) for v in range(8)])
+    assert rewards(6, 8) == pytest.approx([0.35, 0.4])  # step 7 has 0.7 of the weight

@@ -2,10 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.genrm_grpo import CONFIG as GENRM
 from experiments.genrm_opd import CONFIG as GENOPD
 from experiments.opd import CONFIG as OPD
 from experiments.rule_grpo import CONFIG as RULE
-from rl.plan import Node, PlanError, describe, make_plan, replicas
+from rl.config import Engine, Teacher
+from rl.plan import Node, PlanError, describe, make_plan, replicas, split_teachers
 
 LAPTOP = [Node("laptop", 2.0)]
 
@@ -36,7 +38,7 @@ def test_o087_what_does_not_fit_is_refused_with_what_is_there_and_what_is_wanted
     crowd = replace(RULE, sampler=replace(RULE.sampler, replicas=100))
     with pytest.raises(PlanError, match=r"102 actors \(1 trainer, 100 sampler, 1 rule\) on 2 cores"):
         make_plan(crowd, LAPTOP)
-    with pytest.raises(PlanError, match=r"wants 2 GPUs \(trainer.ranks\), the cluster has 0"):
+    with pytest.raises(PlanError, match=r"cannot seat 2 trainer x 1: the nodes have 0"):
         make_plan(replace(RULE, trainer=replace(RULE.trainer, device="cuda", ranks=2)), LAPTOP)
     with pytest.raises(PlanError, match="no CPU"):
         make_plan(RULE, [])
@@ -47,3 +49,51 @@ def test_names_are_unique_and_the_description_names_every_role():
     assert len({s.name for s in plan.seats}) == len(plan.seats)
     text = "\n".join(describe(GENOPD, plan))
     assert all(role in text for role in replicas(GENOPD)) and "η = 2" in text
+
+
+def shared(n, **more):
+    return replace(OPD, teacher_replicas=n, **more)
+
+
+def test_one_pool_of_teachers_is_split_by_the_prompts_of_their_keys_and_printed():
+    prompts = {"reverse": 900, "sort": 100}
+    assert split_teachers(OPD, prompts) == {"reverser": 1, "sorter": 1}  # each one's own number
+    assert split_teachers(shared(5)) == {"reverser": 3, "sorter": 2}
+    assert split_teachers(shared(5), prompts) == {"reverser": 4, "sorter": 1}
+    plan = make_plan(shared(5), [Node("big", 64.0)], prompts=prompts)
+    assert len(plan.of("teacher/reverser")) == 4 and len(plan.of("teacher/sorter")) == 1
+    text = "\n".join(describe(shared(5), plan))
+    assert "teachers   4 reverser, 1 sorter (teacher_replicas 5, split by the prompts of each" in text
+
+
+def test_in_a_mixture_every_teacher_has_the_prompts_of_all_keys_that_it_serves():
+    teachers = {"all": Teacher(), "sorter": Teacher(keys=("sort",))}
+    mixed = shared(4, teachers=teachers, loss=replace(OPD.loss, distill_mix="sum"))
+    assert split_teachers(mixed, {"reverse": 200, "sort": 100}) == {"all": 3, "sorter": 1}
+
+
+def test_fewer_engines_than_teachers_are_refused():
+    with pytest.raises(PlanError, match=r"teacher_replicas is 1 for 2 teachers \(reverser, sorter\)"):
+        make_plan(shared(1), LAPTOP)
+
+
+def test_shares_lie_on_one_gpu_and_what_does_not_fit_is_refused_with_what_to_change():
+    def with_gpus(sampler, judge, trainer, device="auto"):
+        return replace(
+            GENRM,
+            sampler=replace(GENRM.sampler, engine=Engine(gpus=sampler)),
+            judge=replace(GENRM.judge, engine=Engine(gpus=judge)),
+            trainer=replace(GENRM.trainer, gpus=trainer, device=device),
+        )
+
+    one, two = [Node("a", 16.0, 1.0)], [Node("a", 16.0, 2.0)]
+    each = {s.role: s.gpus for s in make_plan(with_gpus(0.3, 0.3, 0.4), one).seats}
+    assert each == {"trainer": 0.4, "sampler": 0.3, "judge": 0.3}
+    each = {s.role: s.gpus for s in make_plan(with_gpus(0.5, 0.5, 1.0), one).seats}
+    assert each == {"trainer": 0.0, "sampler": 0.5, "judge": 0.5}  # auto: the engines leave nothing
+    with pytest.raises(PlanError, match="1 trainer x 1, 1 sampler x 0.5, 1 judge x 0.5: the nodes have 1"):
+        make_plan(with_gpus(0.5, 0.5, 1.0, "cuda"), one)
+    with pytest.raises(PlanError, match="cannot seat"):  # 0.7 + 0.7 and 0.6: the sum fits, the shares do not
+        make_plan(with_gpus(0.7, 0.7, 0.6, "cuda"), two)
+    assert make_plan(with_gpus(0.7, 0.3, 1.0, "cuda"), two)
+    assert "1 sampler (1 core, 0.7 GPU)" in describe(GENRM, make_plan(with_gpus(0.7, 0.3, 1.0), two))[0]

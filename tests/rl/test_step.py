@@ -53,18 +53,22 @@ def make_groups(n_groups=6, seed=0):
         rewards = [None if rng.random() < 0.2 else float(rng.integers(0, 6)) / 5 for _ in samples]
         taught = g != 2
         rated.append(
-            Rated(n_tokens=tuple(len(s.tokens) for s in samples), rewards=tuple(rewards), taught=taught)
+            Rated(
+                n_tokens=tuple(len(s.tokens) for s in samples),
+                rewards=tuple(rewards),
+                teachers=("t",) if taught else (),
+            )
         )
         groups.append(
             (
                 GroupTokens(rng.integers(0, 19, int(rng.integers(2, 7))), tuple(samples)),
-                teacher if taught else None,
+                {"t": teacher} if taught else {},
             )
         )
-    lessons = make_lessons(rated, EVERYTHING.loss, norm_length=8)
+    lessons = make_lessons(rated, EVERYTHING.loss, norm_length=8, teachers={"t": 1.0})
     reference = [[Scores(logps=s.logps - 0.1) for s in tokens.samples] for tokens, _ in groups]
     return [
-        GroupData(tokens=t, lessons=x, teacher=teach, reference=r)
+        GroupData(tokens=t, lessons=x, teachers=teach, reference=r)
         for (t, teach), x, r in zip(groups, lessons, reference, strict=True)
     ]
 
@@ -184,8 +188,8 @@ def test_a_number_that_the_loss_does_not_take_is_refused():
 @pytest.mark.parametrize("advantage", forms.ADVANTAGE)
 def test_every_advantage_runs_and_leaves_missing_rewards_out(advantage):
     rated = [
-        Rated(n_tokens=(3, 4, 5, 6), rewards=(1.0, 0.0, None, 0.0), taught=False),
-        Rated(n_tokens=(3, 4, 5, 6), rewards=(0.5, 0.5, 0.5, 0.5), taught=False),
+        Rated(n_tokens=(3, 4, 5, 6), rewards=(1.0, 0.0, None, 0.0)),
+        Rated(n_tokens=(3, 4, 5, 6), rewards=(0.5, 0.5, 0.5, 0.5)),
     ]
     lessons = make_lessons(rated, Loss(advantage=advantage, k=2), norm_length=8)
     assert lessons[0][2].adv == 0.0 and lessons[0][2].weight["policy"] == 0.0
@@ -248,6 +252,6 @@ def test_learning_rate_is_a_function_of_the_version():
 
 def test_o036_teacher_and_sample_lengths_that_differ_are_an_error():
     (group,) = make_groups(n_groups=1)
-    cut = [Scores(logps=t.logps[:-1], full=t.full[:-1]) for t in group.teacher]
-    with pytest.raises(ValueError, match="its teacher sent"):
-        build_micro([(0, 0)], {0: replace(group, teacher=cut)}, torch.device("cpu"), current=3)
+    cut = [Scores(logps=t.logps[:-1], full=t.full[:-1]) for t in group.teachers["t"]]
+    with pytest.raises(ValueError, match="teacher t sent"):
+        build_micro([(0, 0)], {0: replace(group, teachers={"t": cut})}, torch.device("cpu"), current=3)

@@ -23,7 +23,7 @@ from rl.roles import Local, Pool, Roles, TrainerGroup
 from rl.seeds import fold_in
 from rl.step import TrainState, make_optimizer, train_step
 from rl.sync import SyncError
-from rl.types import SamplingParams, Score, Verdict
+from rl.types import Prompt, SamplingParams, Score, Verdict
 from tests.rl.fakes import finish, make_loop, small
 
 LETTERS = "abcdefghijklmnop"
@@ -51,7 +51,7 @@ def score(text: str) -> float:
 class TextJudge:
     async def start(self) -> None: ...
 
-    async def judge(self, prompt, texts, seeds):
+    async def rate(self, prompt, texts, seeds):
         await asyncio.sleep(0.001 * (seeds[0] % 7))  # groups come back in another order than they were asked
         return [Verdict(outcome=Score(score(t))) for t in texts]
 
@@ -101,7 +101,6 @@ def plain(cfg, bundle, prompts) -> dict[str, torch.Tensor]:
             Rated(
                 n_tokens=tuple(len(s.tokens) for s in tokens.samples),
                 rewards=tuple(score(bundle.tokenizer.decode(s.tokens.tolist())) for s in tokens.samples),
-                taught=False,
             )
             for _, tokens in groups
         ]
@@ -126,19 +125,16 @@ def asynchronous(
 ) -> tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]:
     trainer = TrainerRank(bundle, cfg, rank=0)
     params = SamplingParams(temperature=1.0, max_tokens=cfg.sampler.max_tokens)
-    loop = make_loop(folder, cfg)
-    loop.roles = Roles(
+    roles = Roles(
         trainer=TrainerGroup([Local("trainer-0", trainer)]),
         sampler=Pool([Local("sampler-0", rollout(bundle, params, cfg.sampler.slots))]),
-        judge=Pool([Local("judge-0", TextJudge())]),
+        producers={"judge": TextJudge()},
     )
-    loop.monitor.engines = loop.roles.engines()
     letters = [
-        replace(p, ids=tuple(bundle.tokenizer.encode(LETTERS[i : i + 3])))
-        for i, p in enumerate(loop.stream.prompts)
+        Prompt(ids=tuple(bundle.tokenizer.encode(LETTERS[i : i + 3])), text=str(i), answer="x")
+        for i in range(10)
     ]
-    loop.stream.prompts = letters
-    loop.held_out = letters[:2]
+    loop = make_loop(folder, cfg, roles=roles, prompts=letters)
     try:
         finish(loop, 120)
     finally:

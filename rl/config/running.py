@@ -1,0 +1,58 @@
+"""Time, place and what is left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staleness:
+    max_age: int = 2
+    """η: no token older than this many versions is ever trained. 0 is exactly synchronous training."""
+    late: Literal["drop", "wait"] = "drop"
+    """A group that is not ready when its step could start: left behind (and dropped once too old), or
+    waited for."""
+    weights: Literal["keep", "recompute", "wait"] = "keep"
+    """What new weights do to running samples: go on over the old KV cache, re-prefill, or finish first."""
+    pick: str = ""
+    """Your choice of the groups of a step, "path/to/file.py:name": pick(ready, version, prompts) → ordinals
+    (rl/admission.py). Empty: the oldest."""
+    attempts: int = 8
+    """How often one prompt is issued at most, counting re-issues after staleness or failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    start: float = 120.0
+    """Seconds until every engine and trainer rank must be up."""
+    generate: float = 120.0
+    judge: float = 60.0
+    teach: float = 60.0
+    train: float = 300.0
+    sync: float = 60.0
+    patience: int = 2000
+    """Groups in a row that may be dropped without one becoming ready; then the run ends and says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ray:
+    address: str | None = None
+    """None: a private cluster on this machine. "auto" or host:port: join a running one."""
+    spread: bool = False
+    """Place the actors over as many nodes as there are, instead of as few as possible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    every: int = 50
+    """Steps between checkpoints; one more at the end. 0: none."""
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    dir: str = "runs"
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online where an account is configured, else offline. metrics.jsonl is always written."""
+    project: str = "viva"

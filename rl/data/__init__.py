@@ -1,0 +1,1 @@
+"""Prompts: read from files or made, checked, encoded; an ordinal names one for ever."""

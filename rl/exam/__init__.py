@@ -1,0 +1,1 @@
+"""Judges and rewards on labelled answers: nothing is trained."""

@@ -1,0 +1,1 @@
+"""Rewards without a judge: rules, users' functions; and how several producers' outcomes become one."""

@@ -1,0 +1,237 @@
+"""The parts of the vLLM engine that need no vLLM: turns, versions, and reading its outputs."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from models.config import ModelConfig
+from rl.engines.vllm_args import VllmOptions, cache_bytes, engine_args, environment
+from rl.engines.vllm_outputs import completion, full_scores, no_scores, top_scores
+from rl.engines.vllm_samples import Epochs, Sample, Tally, Turns
+
+
+def sample(index: int = 0, **how) -> Sample:
+    return Sample(request="r", index=index, seed=0, **how)
+
+
+# ── Turns ───────────────────────────────────────────────────────────────────────
+
+
+def test_turns_come_in_the_order_of_arrival_and_never_more_than_n_at_a_time():
+    async def main():
+        turns, order, here, most = Turns(2), [], 0, 0
+
+        async def one(i: int) -> None:
+            nonlocal here, most
+            assert await turns.wait(sample(i))
+            here += 1
+            most = max(most, here)
+            order.append(i)
+            await asyncio.sleep(0.001)
+            here -= 1
+            turns.release()
+
+        await asyncio.gather(*(one(i) for i in range(7)))
+        assert (order, most, turns.free) == (list(range(7)), 2, 2)
+
+    asyncio.run(main())
+
+
+def test_a_cut_sample_gets_no_turn_and_the_next_one_gets_it():
+    async def main():
+        turns, cut, last = Turns(1), sample(1), sample(2)
+        assert await turns.wait(sample(0))
+        waiting = [asyncio.create_task(turns.wait(s)) for s in (cut, last)]
+        await asyncio.sleep(0)
+        turns.cut(cut)
+        assert await waiting[0] is False
+        turns.release()
+        assert await waiting[1] is True
+        turns.release()
+        assert turns.free == 1 and not turns.queue
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("had_its_turn", [False, True])
+def test_a_caller_that_goes_away_keeps_no_turn(had_its_turn):
+    async def main():
+        turns = Turns(1)
+        assert await turns.wait(sample(0))
+        gone = asyncio.create_task(turns.wait(sample(1)))
+        await asyncio.sleep(0)
+        if had_its_turn:
+            turns.release()
+        gone.cancel()
+        await asyncio.wait([gone])
+        if not had_its_turn:
+            turns.release()
+        assert await turns.wait(sample(2))
+
+    asyncio.run(main())
+
+
+# ── Versions ────────────────────────────────────────────────────────────────────
+
+
+def test_an_output_has_the_weights_of_its_own_time_not_of_the_reader_s():
+    epochs = Epochs(3)
+    epochs.begin(10.0, 4, keep=True)
+    epochs.begin(20.0, 5, keep=False)
+    assert [epochs.at(t).version for t in (0.0, 9.9, 10.0, 15.0, 20.0, 99.0)] == [3, 3, 4, 4, 5, 5]
+    assert [epochs.at(t).salt for t in (9.9, 15.0, 99.0)] == ["0", "1", "1"]
+
+
+def test_many_updates_are_remembered_in_part_and_the_last_ones_rightly():
+    epochs = Epochs(0)
+    for v in range(1, 1000):
+        epochs.begin(float(v), v, keep=True)
+    assert len(epochs.past) <= 64
+    assert [epochs.at(v + 0.5).version for v in (990, 998, 999)] == [990, 998, 999]
+
+
+def processor(*samples: Sample):
+    """Stands for vLLM's: it knows its requests, and what it is given."""
+    given = []
+    states = {f"{s.name}-x": SimpleNamespace(external_req_id=s.name) for s in samples}
+    return SimpleNamespace(
+        request_states=states,
+        given=given,
+        process_outputs=lambda outputs, time, *rest, **kw: given.append((outputs, time, rest, kw)),
+    )
+
+
+def output(s: Sample, n: int):
+    return SimpleNamespace(request_id=f"{s.name}-x", new_token_ids=[1] * n)
+
+
+def test_tokens_are_counted_per_version_and_outputs_are_passed_on_untouched():
+    said = []
+    tally, one, other = Tally(0, said.append), sample(name="a", salt="0"), sample(name="b", salt="0")
+    tally.live = {"a": one, "b": other}
+    core = processor(one, other)
+    tally.attach(core)
+    core.process_outputs([output(one, 1), output(other, 1)], 1.0, None)
+    tally.epochs.begin(2.0, 1, keep=True)
+    late = [output(one, 2)]
+    core.process_outputs(late, 1.9, None, weight_version="v")
+    core.process_outputs([output(one, 1), SimpleNamespace(request_id="gone", new_token_ids=[1])], 2.1)
+    assert one.spans == [(0, 3), (1, 1)] and other.spans == [(0, 1)] and not said
+    assert tally.sampled_tokens == 5
+    assert core.given[1] == (late, 1.9, (None,), {"weight_version": "v"})
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_sample_that_was_submitted_before_an_update_and_begins_after_it_begins_anew(keep):
+    """Unless the update emptied the cache, from which older weights' keys could come."""
+    said = []
+    tally, late, early = Tally(0, said.append), sample(name="a", salt="0"), sample(name="b", salt="0")
+    tally.live = {"a": late, "b": early}
+    core = processor(late, early)
+    tally.attach(core)
+    core.process_outputs([output(early, 1)], 1.0)
+    tally.epochs.begin(2.0, 1, keep=keep)
+    core.process_outputs([output(late, 1), output(early, 1)], 3.0)
+    core.process_outputs([output(late, 1)], 4.0)
+    assert said == ([late] if keep else []) and late.outdated == keep and not early.outdated
+    assert tally.sampled_tokens == (2 if keep else 4)
+    late.begin("c", tally.epochs.now.salt)
+    assert (late.spans, late.outdated) == ([], False)
+
+
+# ── Outputs ─────────────────────────────────────────────────────────────────────
+
+
+def flat(rows, first=False):
+    """FlatLogprobs of rows of (ids, log-probs); with `first` of a prompt, whose first token has none."""
+    width = len(rows[0][0])
+    starts = [i * width for i in range(len(rows))]
+    ends = [start + width for start in starts]
+    return SimpleNamespace(
+        token_ids=[i for ids, _ in rows for i in ids],
+        logprobs=[x for _, logps in rows for x in logps],
+        start_indices=[0] * first + starts,
+        end_indices=[0] * first + ends,
+    )
+
+
+def finished(tokens, logprobs, reason):
+    said = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+    return SimpleNamespace(outputs=[said])
+
+
+def test_a_completion_has_tokens_log_probs_and_versions_of_one_length():
+    s = sample(name="a", spans=[(3, 2), (4, 1)])
+    c = completion(
+        s, finished([5, 6, 7], flat([([5], [-1.0]), ([6], [-2.0]), ([7], [-3.0])]), "stop"), greedy=False
+    )
+    assert (c.tokens.tolist(), c.logps.tolist(), c.versions.tolist()) == ([5, 6, 7], [-1, -2, -3], [3, 3, 4])
+    assert c.finish == "stop"
+    empty = completion(sample(name="b"), finished([], None, "abort"), greedy=False)
+    assert len(empty.tokens) == len(empty.logps) == len(empty.versions) == 0 and empty.finish == "abort"
+
+
+def test_what_does_not_add_up_is_an_error():
+    with pytest.raises(RuntimeError, match="1 had passed"):
+        completion(
+            sample(name="a", spans=[(0, 1)]),
+            finished([5, 6], flat([([5], [-1.0]), ([6], [-2.0])]), "stop"),
+            greedy=False,
+        )
+    with pytest.raises(RuntimeError, match="'error'"):
+        completion(sample(name="a"), finished([], None, "error"), greedy=False)
+
+
+def test_scores_are_read_from_the_last_positions_of_a_prompt():
+    rows = [([7, 1, 2], [-3.0, -0.5, -1.0]), ([2, 2, 5], [-0.1, -0.1, -4.0])]
+    s = top_scores(flat(rows, first=True), 1, 2)
+    assert s.top_ids is not None and s.top_logps is not None and s.full is None
+    np.testing.assert_allclose(s.logps, [-0.1], rtol=1e-6)
+    assert s.top_ids.tolist() == [[2, 5]] and s.logps.dtype == np.float32
+    assert top_scores(flat([([7], [-3.0])], first=True), 1, 0).top_ids is None
+
+
+def test_scores_at_another_temperature_are_those_of_the_logits_divided_by_it():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, 9)) * 3
+    logp = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    order = np.argsort(-logp, axis=1)
+    targets = [3, 0, 8, 8]
+    rows = [([t, *o], [p[t], *p[o]]) for t, o, p in zip(targets, order, logp, strict=True)]
+    s = full_scores(flat(rows), targets, 3, True, 0.7)
+    expected = logits / 0.7 - np.logaddexp.reduce(logits / 0.7, axis=1, keepdims=True)
+    assert s.full is not None and s.top_ids is not None
+    np.testing.assert_allclose(s.full, expected, rtol=1e-5)
+    np.testing.assert_allclose(s.logps, expected[range(4), targets], rtol=1e-5)
+    assert s.top_ids.tolist() == order[:, :3].tolist()
+    assert no_scores(9, 3, True).full.shape == (0, 9)
+
+
+# ── Arguments ───────────────────────────────────────────────────────────────────
+
+CFG = ModelConfig(
+    vocab_size=23, d_model=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, d_ff=48, max_len=64
+)
+
+
+def test_arguments_leave_room_for_the_token_that_scoring_samples_and_for_the_probe():
+    args = engine_args(CFG, "folder", "cpu", 8, 64, VllmOptions())
+    assert (args["max_model_len"], args["max_num_seqs"]) == (65, 9)
+    assert args["logprobs_mode"] == "processed_logprobs" and args["max_logprobs"] == -1
+    assert args["kv_cache_memory_bytes"] == cache_bytes(CFG, 8, 65) >= 9 * 65 * 2 * 2 * 32 * 4
+    gpu = engine_args(CFG, "folder", "cuda", 8, 64, VllmOptions(memory=0.3, tensor_parallel=2, compile=False))
+    assert (gpu["gpu_memory_utilization"], gpu["tensor_parallel_size"], gpu["enforce_eager"]) == (
+        0.3,
+        2,
+        True,
+    )
+    assert "kv_cache_memory_bytes" not in gpu
+
+
+def test_a_variable_that_is_set_already_wins(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert environment("cpu", VllmOptions(threads=3))["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in environment("cpu", VllmOptions(threads=3))
