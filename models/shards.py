@@ -118,16 +118,13 @@ def piece_checksum(tensor: Tensor, piece: Piece) -> int:
     mod 2^64."""
     if not piece.counted:
         return 0
-    bits = (
-        tensor.detach().view(INT_OF_SIZE[tensor.element_size()]).flatten(1)
-        if tensor.ndim > 1
-        else (tensor.detach().view(INT_OF_SIZE[tensor.element_size()])[:, None])
-    )
+    bits = tensor.detach().view(INT_OF_SIZE[tensor.element_size()])
+    bits = bits if bits.ndim > 1 else bits[:, None]
     columns = piece.whole[1] if len(piece.whole) > 1 else 1
     first_row, first_column = (piece.start, 0) if piece.axis == 0 else (0, piece.start)
     column = torch.arange(bits.shape[1], device=bits.device) + first_column
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    step = max(1, CHUNK // max(1, bits.shape[1]))
+    step = max(1, CHUNK // bits.shape[1])
     for start in range(0, len(bits), step):
         chunk = bits[start : start + step].long()
         row = torch.arange(start, start + len(chunk), device=bits.device) + first_row

@@ -64,7 +64,9 @@ class TrainerRank:
         model.load_state_dict({n: as_tensor(w) for n, w in self.bundle.weights.items()})
         mesh = DeviceMesh(self.device.type, list(range(cfg.ranks)))
         compiled = use_cuda if cfg.compile is None else cfg.compile
-        parallelise(model, mesh, compile=compiled)
+        own = self.bundle.cfg.dtype if use_cuda else "float32"
+        dtype = own if cfg.dtype == "auto" else cfg.dtype
+        parallelise(model, mesh, compile=compiled, param_dtype=dtype)
         self.state = TrainState(model=model, optimizer=make_optimizer(model, cfg), version=self.version)
         objective = make_objective(self.cfg)
         self.objective = replace(objective, loss=torch.compile(objective.loss)) if compiled else objective

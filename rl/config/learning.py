@@ -120,6 +120,9 @@ class Trainer:
     compile: bool | None = None
     """torch.compile each block and the loss. None: on for CUDA, off on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """In which it computes; master weights, sums and optimiser are float32. auto: the policy's own on
+    CUDA, float32 on the CPU."""
     gpus: float = 1.0
     """GPUs of one rank, where it trains on CUDA. Below 1: a share, beside other roles."""
     threads: int = 1

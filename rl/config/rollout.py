@@ -34,7 +34,7 @@ class Data:
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     model: str = "demo"
-    """"demo" (built and cached), or a Hugging Face folder."""
+    """"demo" (built and cached), "smollm2", a Hugging Face folder, or a name on a hub."""
     warm_accuracy: float = 0.3
     """Demo only: the supervised warm-up stops at this sampled accuracy."""
 

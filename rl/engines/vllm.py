@@ -14,7 +14,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.shards import add_checksums
-from models.weights import Weights, check_state
+from models.weights import Weights, as_tensor, check_state
 from rl.engines.base import EngineStats, PauseMode, UpdateReport
 from rl.engines.request import check_head, check_ids, check_mode, check_request, check_scores
 from rl.engines.vllm_args import VllmOptions, classifying, sampling
@@ -235,10 +235,10 @@ class VllmEngine:
         """
         self._core.check()
         check_mode("update", mode)
-        new = cast(Weights, weights)
+        new = {name: as_tensor(w) for name, w in cast(Weights, weights).items()}
         check_state(self.cfg, {name: tuple(w.shape) for name, w in new.items()}, where="VllmEngine")
         for name, w in new.items():
-            if "float" not in str(w.dtype):
+            if not w.is_floating_point():
                 raise ValueError(f"VllmEngine: {name} is {w.dtype}, expected floating-point numbers")
         task = asyncio.create_task(self._update(version, new, mode))
         return await asyncio.shield(task)

@@ -37,13 +37,15 @@ class Core:
     async def start(self, state: Weights | str, tally: Tally) -> None:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._scratch = tempfile.mkdtemp(prefix="viva-vllm-")
+        building = asyncio.ensure_future(asyncio.to_thread(self._build, state, tally))
         try:
-            await asyncio.to_thread(self._build, state, tally)
+            await asyncio.shield(building)
             tally.attach(self.llm.output_processor)
             self.error = None
             self._watcher = asyncio.create_task(self._watch())
             await self.rpc("viva_setup", asdict(self.cfg), os.getpid())
         except BaseException:
+            await asyncio.wait([building])  # a thread cannot be cancelled; what it brings up must end
             await self.stop()
             raise
 
@@ -60,6 +62,7 @@ class Core:
 
         args = engine_args(self.cfg, folder, device, self.slots, self.max_len, self.options)
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=[lambda *_: tally])
+        shutil.rmtree(f"{self._scratch}/model", ignore_errors=True)  # it may be large, and we may be killed
 
     async def stop(self) -> None:
         """End vLLM's processes. Every later call raises RuntimeError."""

@@ -71,7 +71,6 @@ def _parts(cfg: Judge) -> list[tuple[str, str]]:
 
 
 def _seed(seeds: Sequence[int], about: tuple[int, ...], part: str) -> int:
-    # A word between the two: fold_in(a, b) is fold_in(b, a), and the two orders want two seeds.
     return fold_in(seeds[about[0]], "judge", *(seeds[i] for i in about[1:]), part)
 
 

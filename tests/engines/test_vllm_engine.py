@@ -187,6 +187,15 @@ def test_what_vllm_cannot_serve_fails_at_start_and_leaves_no_process(none_left, 
     run(main())
 
 
+def test_a_start_that_is_given_up_leaves_no_process(none_left):
+    async def main():
+        engine = VllmEngine(CFG, state(build()), max_slots=4)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.start(), 2)
+
+    run(main())
+
+
 def test_a_folder_is_served_as_it_is_in_its_own_dtype(tmp_path):
     cfg = replace(CFG, dtype="bfloat16")
     model = build(cfg)

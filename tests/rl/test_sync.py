@@ -30,3 +30,12 @@ def test_equal_weights_pass():
 def test_any_difference_is_named(told, message):
     with pytest.raises(SyncError, match=message):
         verify(MANIFEST, told, "sampler-0")
+
+
+def test_the_allowance_of_the_probe_grows_with_how_unlikely_its_tokens_are():
+    half = Manifest(version=3, checksums={"a": 1, "b": 2}, probe=(-1.0, -30.0), atol=0.5)
+    verify(half, report(probe=(-1.5, -31.9)), "sampler-0")
+    with pytest.raises(SyncError, match="off by 0.6 nats, allowed are 0.55"):
+        verify(half, report(probe=(-1.6, -30.0)), "sampler-0")
+    with pytest.raises(SyncError, match="off by 2.1 nats, allowed are 2"):
+        verify(half, report(probe=(-1.0, -32.1)), "sampler-0")
