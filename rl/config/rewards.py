@@ -13,8 +13,8 @@ class Judge:
     """A generative judge (GenRM): reads problem and answer, writes a judgement from which a score is read."""
 
     model: str = "demo"
-    """"demo" (built and cached for the data's tasks), "smollm2", a Hugging Face folder, a name on a hub, or with
-    urls the served name."""
+    """"demo" (built and cached for the data's tasks), "smollm2", a Hugging Face folder, a name on a hub, or
+    with urls the served name."""
     urls: tuple[str, ...] = ()
     """Base addresses of OpenAI-compatible servers, each a replica: http://host:8000/v1. Empty: our own
     engine."""
@@ -69,7 +69,7 @@ class Scalar:
     """A scalar judge (DisRM): a sequence-classification model whose one logit is the score."""
 
     model: str = "demo"
-    """"demo" (built and cached for the data's tasks), or a Hugging Face folder or a name on a hub, with one label."""
+    """"demo" (built and cached for the data's tasks), or a folder or a name on a hub, with one label."""
     replicas: int = 1
     template: str = "j{problem}{candidate}?"
     """Fields: {problem}, {candidate}, {reference}."""
@@ -128,7 +128,7 @@ class Health:
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
     model: str = "demo"
-    """"demo" (built and cached for its keys), or a folder or a name on a hub, with the policy's vocabulary."""
+    """"demo" (built and cached for its keys), or a folder or hub name, with the policy's vocabulary."""
     keys: tuple[str, ...] = ()
     """Prompt keys that this teacher serves. Of a mixture (loss.distill_mix): empty, each serves all."""
     weight: float = 1.0
