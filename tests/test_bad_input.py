@@ -10,7 +10,7 @@ from tests.runs.command import run
 def refused(tmp_path, message, *flags):
     done = run(*flags, "--log.dir", tmp_path / "runs", env={"HOME": str(tmp_path)})
     assert done.returncode == 2, done.stdout + done.stderr
-    assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert message in "\n" + done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists() and not (tmp_path / ".cache").exists()
 
 
@@ -39,6 +39,29 @@ FILE = ["--data.held-out", "1", "--data.file"]
         ("policy.model", ["--exp", "rule_grpo", "--policy.model", "no/such/folder"]),
         ("there is no file nowhere.jsonl", ["--exp", "rule_grpo", "--data.file", "nowhere.jsonl"]),
         ("no run of rule_grpo", ["--exp", "rule_grpo", "--resume"]),
+        ("\njudge.template must contain {candidate}", ["--exp", "genrm_grpo", "--judge.template", "none"]),
+        ("\nscalar.template must contain {candidate}", ["--exp", "disrm_grpo", "--scalar.template", "none"]),
+        ("judge.format rubric needs judge.criteria", ["--exp", "genrm_grpo", "--judge.format", "rubric"]),
+        ("set judge.model", ["--exp", "genrm_grpo", "--judge.urls", "http://localhost:1/v1"]),
+        ("there is no file nowhere.py", ["--exp", "rule_grpo", "--reward.fn", "nowhere.py:f"]),
+        (
+            "reward.legacy: nowhere.yaml cannot be read",
+            ["--exp", "rule_grpo", "--reward.legacy", "nowhere.yaml"],
+        ),
+        ("there is no KL in the reward", ["--exp", "genrm_grpo", "--reward.kl", "0.1"]),
+        (
+            "cannot seat 1 sampler x 99",
+            [
+                "--exp",
+                "genrm_grpo",
+                "--sampler.engine.gpus",
+                "99",
+                "--sampler.engine.kind",
+                "vllm",
+                "--sampler.engine.tensor-parallel",
+                "99",
+            ],
+        ),
         ("there is no run folder", ["--exp", "rule_grpo", "--resume", "runs/none"]),
     ],
 )

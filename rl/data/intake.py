@@ -31,13 +31,8 @@ def check_templates(cfg: Config, *, has_answers: bool) -> None:
     """Raises ConfigError with every fault of the judges' templates."""
     from rl.judges.templates import check_template
 
-    used = {"judge": cfg.judge if cfg.uses_judge else None, "scalar": cfg.scalar if cfg.uses_scalar else None}
-    faults = [
-        f"{name}.{fault}"
-        for name, section in used.items()
-        if section is not None
-        for fault in check_template(section, has_answers)
-    ]
+    used = [*([cfg.judge] if cfg.uses_judge else []), *([cfg.scalar] if cfg.uses_scalar else [])]
+    faults = [fault for section in used for fault in check_template(section, has_answers)]
     if faults:
         raise ConfigError("\n".join(faults))
 
