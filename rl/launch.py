@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl import checkpoint, plan, summary
+from rl import checkpoint, intake, plan, summary
 from rl.config import Config, ConfigError
-from rl.data import intake
 from rl.data.prompts import DataError, Row, Stream, fingerprint
 from rl.display import Display
 from rl.ledger import Ledger

@@ -60,6 +60,7 @@ class Proctor:
     def stepped(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """After an optimiser step: see to the judges when it is time."""
         if self.monitor.watches and version % self.cfg.health.every == 0:
+            self.looks = [look for look in self.looks if not look.done()]
             self.looks.append(tasks.create_task(self._look()))
 
     def served(self, manifest: Manifest, weights: Any, tasks: asyncio.TaskGroup) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 
-from rl import plan
+from rl import intake, plan
 from rl.config import Config, ConfigError
-from rl.data import intake
 from rl.data.prompts import DataError
 from rl.display import Display
 from rl.exam.judge_eval import run

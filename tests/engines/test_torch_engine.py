@@ -323,5 +323,3 @@ def test_scores_equal_a_plain_forward_pass():
         assert a.logps.shape == (len(ids) - start,) and a.logps.dtype == np.float32
         for name in ("logps", "top_ids", "top_logps", "full"):
             assert getattr(a, name).tobytes() == getattr(c, name).tobytes()
-
-

@@ -81,7 +81,7 @@ def encode(cfg: Config, rows: Sequence[Row], policy: Bundle, show: Display) -> l
     prompts, counts = make_prompts(
         rows,
         policy.tokenizer,
-        needs_answer=needs_answer(cfg),
+        needs_answer=None,  # that, and the keys, `read_data` has seen to before any model was there
         keys=None,
         max_prompt=min(policy.cfg.max_len, cfg.trainer.micro_tokens) - cfg.sampler.max_tokens,
         too_long=cfg.data.too_long,
