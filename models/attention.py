@@ -1,95 +1,155 @@
-"""Causal attention over packed sequences: many of different length in one row, none sees another."""
+"""Causal attention over packed sequences, many of different length in one row: which kernel, and its call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-Backend = Literal["varlen", "padded"]
+from models.layout import Layout, make_layout, padded_attention
+
+__all__ = [
+    "Backend",
+    "Layout",
+    "attention_backend",
+    "choose_attention",
+    "make_layout",
+    "packed_attention",
+]
+
+Backend = Literal["fa4", "flash", "varlen", "padded"]
+FASTEST_FIRST: tuple[Backend, ...] = ("fa4", "flash", "varlen", "padded")
+# torch 2.11 takes fewer key heads as they are
+GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Where S sequences lie in a packed row of T tokens; L is the longest.
+def choose_attention(asked: str, device: torch.device | str, dtype: torch.dtype) -> Backend:
+    """The kernel to train with on this device, once at the start; "auto" is the fastest that can run.
 
-    `padded` [S, L] is the row's token for each place of a padded batch (places past a sequence's end hold its
-    last token); `packed` [T] is each token's place in the flattened padded batch.
+    fa4: FlashAttention 4, `flash_attn.cute` (Hopper and later). flash: FlashAttention 2, `flash_attn`.
+    varlen: torch's own. padded: torch's on sequences padded to the longest, anywhere.
+    Raises ValueError where the one asked for cannot run, saying why.
     """
+    for backend in FASTEST_FIRST:
+        if asked in (backend, "auto"):
+            why = _hindrance(backend, torch.device(device), dtype)
+            if why is None:
+                return backend
+            if asked != "auto":
+                raise ValueError(f"choose_attention: {asked} {why}; ask for auto")
+    raise ValueError(f"choose_attention: want auto or one of {FASTEST_FIRST}, got {asked!r}")
 
-    cu_seqlens: Tensor  # [S + 1] int32
-    max_len: int
-    positions: Tensor  # [T] int64, from 0 in each sequence
-    padded: Tensor
-    packed: Tensor
+
+def _hindrance(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+    if backend == "padded":
+        return None
+    if attention_backend(device, dtype) == "padded":
+        return f"wants CUDA and bfloat16 or float16, not {device.type} and {str(dtype)[6:]}"
+    if backend == "flash" and not _installed("flash_attn.flash_attn_interface"):
+        return "wants the package flash-attn"
+    if backend == "fa4":
+        if not (_installed("flash_attn.cute") and _installed("cutlass")):
+            return "wants the packages flash-attn-4 and nvidia-cutlass-dsl"
+        if torch.cuda.get_device_capability(device) < (9, 0):
+            return "wants a GPU of compute capability 9.0 or later"
+    return None
 
 
-def make_layout(
-    lengths: Sequence[int], device: torch.device | str = "cpu", *, total: int | None = None
-) -> Layout:
-    """Layout of sequences that lie one after another, filled up with padding to `total` tokens.
-
-    The padding becomes sequences no longer than the longest real one, so that it costs no more than they do.
-    """
-    lengths = list(lengths)
-    used = sum(lengths)
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"make_layout: every sequence needs at least one token, got lengths {lengths}")
-    if total is not None and total < used:
-        raise ValueError(f"make_layout: {used} tokens do not fit into total={total}")
-    longest = max(lengths)
-    full, rest = divmod((total or used) - used, longest)
-    lengths = lengths + [longest] * full + [rest] * bool(rest)
-    length = torch.tensor(lengths)
-    end = length.cumsum(0)
-    start = end - length
-    place = torch.arange(longest)
-    positions = torch.arange(int(end[-1])) - torch.repeat_interleave(start, length)
-    row = torch.repeat_interleave(torch.arange(len(lengths)), length)
-    return Layout(
-        cu_seqlens=F.pad(end, (1, 0)).to(torch.int32).to(device),
-        max_len=longest,
-        positions=positions.to(device),
-        padded=(start[:, None] + torch.minimum(place, length[:, None] - 1)).to(device),
-        packed=(row * longest + positions).to(device),
-    )
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
 
 
 def attention_backend(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Backend:
-    """Which way `packed_attention` goes: torch's varlen attention on CUDA in half precision, or padding."""
+    """What `packed_attention` takes unless told: what torch itself has for the device."""
     half = dtype in (torch.bfloat16, torch.float16)
     return "varlen" if torch.device(device).type == "cuda" and half else "padded"
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, backend: Backend | None = None
+) -> Tensor:
     """softmax(q kᵀ / sqrt(H)) v, causal within each sequence of the row.
 
     q [T, N, H], k and v [T, K, H] -> [T, N, H]. K divides N: query head n reads key head n // (N / K).
     "GQA", Ainslie et al. 2023.
     """
-    if attention_backend(q.device, q.dtype) == "varlen":
-        return _varlen(q, k, v, layout)
-    return _padded(q, k, v, layout)
+    backend = backend or attention_backend(q.device, q.dtype)
+    if backend == "padded":
+        return padded_attention(q, k, v, layout)
+    if layout.keys is not None:
+        k, v = k.index_select(0, layout.keys), v.index_select(0, layout.keys)
+    lengths = layout.cu_q, layout.cu_k, layout.max_q, layout.max_k
+    if backend == "fa4":
+        return _fa4(q, k, v, *lengths)[0]
+    if backend == "flash":
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-
-def _padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    # A [T, T] mask would cost sum(length)² where this costs S · L².
-    q, k, v = (rearrange(x[layout.padded], "s l n h -> s n l h") for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return rearrange(o, "s n l h -> (s l) n h")[layout.packed]
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # torch 2.11's varlen_attn has no enable_gqa
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    cu, longest = layout.cu_seqlens, layout.max_len
-    o = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0))
+        return flash_attn_varlen_func(q, k, v, *lengths, causal=True)
+    o = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **GQA)
     assert isinstance(o, Tensor)
     return o
+
+
+# ── FlashAttention 4 as an operation of torch: a compiled block holds it without a break in the graph ──
+
+
+@torch.library.custom_op("viva::fa4", mutates_args=())
+def _fa4(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
+) -> tuple[Tensor, Tensor]:
+    """Attention [T, N, H] and the log of the softmax's denominators [N, T], float32, without a gradient."""
+    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found]
+
+    o, lse, *_ = _flash_attn_fwd(
+        q, k, v, causal=True, return_lse=True,
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+    )  # fmt: skip
+    return o, lse
+
+
+@torch.library.custom_op("viva::fa4_backward", mutates_args=())
+def _fa4_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
+    max_q: int, max_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[import-not-found]
+
+    dq, dk, dv = _flash_attn_bwd(
+        q, k, v, o, do, lse, causal=True,
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@_fa4.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@_fa4_backward.register_fake
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
+    max_q: int, max_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _fa4_save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_q, cu_k, ctx.max_q, ctx.max_k = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+
+
+def _fa4_grad(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_fa4_backward(do, *ctx.saved_tensors, ctx.max_q, ctx.max_k), None, None, None, None
+
+
+_fa4.register_autograd(_fa4_grad, setup_context=_fa4_save)

@@ -1,43 +1,121 @@
-"""One function that makes a model parallel: compile per block, then shard per block and at the root."""
+"""One function that makes a model parallel: recompute and compile each block, then shard all of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models.transformer import Transformer
 
+Recompute = Literal["none", "selective", "full"]
+DEAR = {
+    "aten::mm", "aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention", "torch_attn::_varlen_attn", "viva::fa4",
+    "flash_attn::_flash_attn_varlen_forward",
+}  # fmt: skip
+
 
 def parallelise(
-    model: Transformer, mesh: DeviceMesh, *, compile: bool, param_dtype: str = "float32"
+    model: Transformer,
+    mesh: DeviceMesh,
+    *,
+    compile: bool,
+    param_dtype: str = "float32",
+    recompute: Recompute = "none",
+    full_blocks: int = 0,
+    offload: bool = False,
+    keep_gathered: bool | None = None,
 ) -> Transformer:
     """Compile each block and shard the model over the one-dimensional mesh (FSDP2), in place.
 
     Parameters are gathered in `param_dtype`; gradients are reduced in float32 and SUMMED over ranks, for
-    losses that are already divided by global counts.
+    losses that are already divided by global counts. Parameters, gradients and what an optimiser makes of
+    them are float32 shards, with `offload` in the host's memory.
+
+    recompute: what the backward pass computes again. none: what the compiler finds cheaper than memory.
+    selective: all but matmuls and attention. full: the block from its input. `full_blocks`: so many, from the
+    first, do that whatever `recompute` says, until the others fit into memory.
+
+    keep_gathered: each weight is gathered once until `reshard(model)`, which then must follow the last
+    backward; else in each forward and again in each backward. None: where all of them take less than a tenth
+    of the memory.
 
     Embedding, final norm and head belong to the root, which stays gathered from `forward` to the end of
     `backward`. So losses may use `model.head` outside of `forward`, under two conditions: take it after the
     forward of the same micro-batch (before, it is a shard), and let the loss depend on the hidden states too
     (their backward is what reduces the root's gradients). After a forward that no backward follows call
-    `model.reshard()`, or the next forward reads the root's weights of before the optimiser step.
+    `reshard(model)`, or the next forward reads the weights of before the optimiser step.
     """
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, param_dtype), reduce_dtype=torch.float32)
-    for block in model.model.layers:
+    dtype = getattr(torch, param_dtype)
+    # Inputs as they are: the root casts the embeddings, and rotary tables stay float32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    cuda = mesh.device_type == "cuda"
+    offloading = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
+    if keep_gathered is None:
+        gathered = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+        keep_gathered = not cuda or gathered < torch.cuda.get_device_properties().total_memory / 10
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offloading)
+    for i, block in enumerate(model.model.layers):
+        _recompute(block, "full" if i < full_blocks else recompute)
         if compile:
             block.compile(fullgraph=True)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _sum_over_ranks(module)
+        shard(block, reshard_after_forward=not keep_gathered)
+    if compile:
+        model.model.norm.compile(fullgraph=True)
+    shard(model, reshard_after_forward=False)
+    for module in _sharded(model):
+        module.set_reshard_after_backward(not keep_gathered, recurse=False)
+        if mesh.size() > 1:  # one rank has nothing to sum, and the division would be one more pass
+            module.set_gradient_divide_factor(1.0)
+            # The factor alone asks for a pre-multiplied sum, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def _sum_over_ranks(module: nn.Module) -> None:
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)
-    # The factor alone asks for a pre-multiplied sum, which gloo does not have.
-    module.set_force_sum_reduction_for_comms(True)
+def reshard(model: nn.Module) -> None:
+    """Give the gathered weights back: the next forward gathers those that the optimiser then has made."""
+    for module in _sharded(model):
+        module.reshard()
+
+
+def sync_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the next backward reduces gradients over ranks, or each adds them up, whole and in float32."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (m for m in model.modules() if isinstance(m, FSDPModule))
+
+
+def _recompute(block: nn.Module, how: Recompute) -> None:
+    """Put `checkpoint` around the block's forward; the names of its parameters stay."""
+    if how == "none":
+        return
+    contexts: dict[str, Any] = {}
+    if how == "selective":
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_the_dear)}
+    inner = block.forward
+
+    def forward(*args: Any) -> Any:  # a function of its own, not a partial: what the compiler starts from
+        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+    block.forward = forward
+
+
+def _keep_the_dear(ctx: Any, op: Any, *args: Tensor, **kwargs: Any) -> CheckpointPolicy:
+    dear = op.name().partition(".")[0] in DEAR
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.weights import CHUNK, INT_OF_SIZE, expected_shapes
+from models.weights import expected_shapes
 
 # Engines stack weights that read the same input: one matmul in the place of three or two.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -111,27 +111,3 @@ def pieces(cfg: ModelConfig, rank: int = 0, size: int = 1) -> dict[str, Piece]:
         n = whole[axis] // places
         out[name] = Piece(whole=whole, axis=axis, start=place * n, stop=place * n + n, counted=counted)
     return out
-
-
-def piece_checksum(tensor: Tensor, piece: Piece) -> int:
-    """This piece's share of `models.weights.checksum` of the whole: the shares of all pieces add up to it,
-    mod 2^64."""
-    if not piece.counted:
-        return 0
-    bits = tensor.detach().view(INT_OF_SIZE[tensor.element_size()])
-    bits = bits if bits.ndim > 1 else bits[:, None]
-    columns = piece.whole[1] if len(piece.whole) > 1 else 1
-    first_row, first_column = (piece.start, 0) if piece.axis == 0 else (0, piece.start)
-    column = torch.arange(bits.shape[1], device=bits.device) + first_column
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    step = max(1, CHUNK // bits.shape[1])
-    for start in range(0, len(bits), step):
-        chunk = bits[start : start + step].long()
-        row = torch.arange(start, start + len(chunk), device=bits.device) + first_row
-        total += (chunk * (2 * (row[:, None] * columns + column) + 1)).sum()
-    return int(total.item())
-
-
-def add_checksums(shares: list[dict[str, int]]) -> dict[str, int]:
-    """Name -> the checksum of the whole, from every rank's shares."""
-    return {name: (sum(share[name] for share in shares) + 2**63) % 2**64 - 2**63 for name in shares[0]}

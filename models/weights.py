@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face safetensors folders, and integer checksums of them."""
+"""Weights to and from Hugging Face safetensors folders."""
 
 from __future__ import annotations
 
@@ -158,10 +158,6 @@ def load_folder(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return cfg, {name: state[name] for name in expected_shapes(cfg)}
 
 
-INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 1 << 22  # elements widened to int64 at a time: 32 MiB
-
-
 def as_array(x: Tensor) -> np.ndarray:
     """An array over the tensor's memory, on the CPU. numpy has no bfloat16: its bits go as uint16."""
     x = x.detach().cpu()
@@ -175,29 +171,3 @@ def as_tensor(x: Tensor | np.ndarray) -> Tensor:
         return x
     tensor = torch.from_numpy(x if x.flags.writeable else x.copy())
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    bits = tensor.detach().contiguous().reshape(-1).view(INT_OF_SIZE[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), CHUNK):
-        chunk = bits[start : start + CHUNK].long()
-        weight = 2 * torch.arange(start, start + chunk.numel(), device=bits.device) + 1
-        total += (chunk * weight).sum()
-    return total
-
-
-def checksum(tensor: Tensor | np.ndarray) -> int:
-    """Σ_i bits_i · (2i + 1) mod 2^64, as a signed integer, over the raw bits of the elements.
-
-    The same on every device. Odd weights are invertible mod 2^64, so any change of one element changes it.
-    A swap of two different elements of up to 32 bits changes it by 2 (i - j) (bits_i - bits_j), never a
-    multiple of 2^64.
-    """
-    return int(_checksum(as_tensor(tensor)).item())
-
-
-def checksums(state: Weights) -> dict[str, int]:
-    """`checksum` of every tensor, with one wait for the device in all."""
-    sums = [_checksum(as_tensor(t)) for t in state.values()]
-    return dict(zip(state, torch.stack(sums).tolist(), strict=True))

@@ -11,7 +11,7 @@ from rl.batch import GroupData, combine
 from rl.config import Config
 from rl.follow import Group
 from rl.lessons import Lesson
-from rl.packing import Micro
+from rl.packing import Cost, Micro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,13 @@ class Errand:
     has_reference: bool
 
 
-def pack(cfg: Config, groups: Sequence[Group]) -> list[list[Any]]:
-    """For each rank its errand, then references to the arrays of its groups."""
-    lengths = [[len(g.prompt.ids) + m.n_tokens for m in g.metas] for g in groups]
-    owners = packing.plan_ranks(lengths, cfg.trainer.ranks)
-    micros = packing.plan_micros(lengths, owners, cfg.trainer.micro_tokens)
+def pack(cfg: Config, groups: Sequence[Group], cost: Cost = packing.n_tokens) -> list[list[Any]]:
+    """For each rank its errand, then references to the arrays of its groups. cost: see rl/packing.py."""
+    prompts = [len(g.prompt.ids) for g in groups]
+    lengths = [[p + m.n_tokens for m in g.metas] for p, g in zip(prompts, groups, strict=True)]
+    how = {"prompts": prompts, "cost": cost, "share_prompt": cfg.trainer.share_prompt}
+    owners = packing.plan_ranks(lengths, cfg.trainer.ranks, **how)
+    micros = packing.plan_micros(lengths, owners, cfg.trainer.micro_tokens, **how)
     taught = lessons.make_lessons(
         [g.rated for g in groups],
         cfg.loss,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from rl.admission import Ready
 from rl.config import Config
-from rl.ledger import Kind
+from rl.ledger import Kind, Reason
 from rl.lessons import Rated
 from rl.rewards.combine import combine, truths
 from rl.roles import Pool, Roles
@@ -58,9 +58,16 @@ class Group:
 
 
 async def follow(
-    cfg: Config, roles: Roles, prompt: Prompt, ordinal: int, attempt: int, mark: Callable[[Kind], None]
-) -> Group | None:
-    """The finished group, or None if it was aborted on the way. `mark` is told of every stage that it passes.
+    cfg: Config,
+    roles: Roles,
+    prompt: Prompt,
+    ordinal: int,
+    attempt: int,
+    mark: Callable[[Kind], None],
+    proven: Callable[[Sequence[SampleMeta]], Awaitable[bool]],
+) -> Group | Reason:
+    """The finished group, or why there is none: it was aborted as too old, or its sampler could not prove its
+    weights. `mark` is told of every stage that it passes.
 
     Judging and teaching happen at the same time. Seeds are functions of (seed, ordinal, attempt, index).
     """
@@ -70,7 +77,9 @@ async def follow(
         "generate", prompt.ids, seeds, f"{ordinal}.{attempt}", deadline=cfg.deadlines.generate, returns=2
     )
     if any(meta.finish == "abort" for meta in metas):
-        return None
+        return "stale"
+    if not await proven(metas):
+        return "infra"
     mark("generate")
     texts = [meta.text for meta in metas]
     verdicts, teachers, reference = await asyncio.gather(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def _launch(
     stack: ExitStack,
     began: float,
 ) -> int:
+    from models.flops import forward_flops
     from rl.actors.cluster import Casting, cast_roles, cluster, seated, stop_roles
     from rl.loop import Loop, NothingToTrain, PickError
     from rl.roles import RoleError
@@ -136,6 +138,7 @@ def _launch(
             watched=dict(start.watched),
             data=data,
             pick=load(cfg.staleness.pick) if cfg.staleness.pick else None,
+            cost=partial(forward_flops, bundles["policy"].cfg),
         )
         show.note(f"starting {len(placed.seats)} actors; the run's files: {folder}")
         result = asyncio.run(_until_done(loop, resumed))

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rl import admission, checkpoint, errand, lessons, sync
+from rl import admission, checkpoint, errand, lessons
 from rl.config import Config
 from rl.data.prompts import Stream
+from rl.delivery import Delivery
 from rl.display import Display
 from rl.follow import Group, follow, outcomes
 from rl.judges.health import Watch
 from rl.ledger import Event, Kind, Ledger, Reason, apply
 from rl.log import RunLog
 from rl.monitor import Monitor
+from rl.packing import Cost, n_tokens
 from rl.proctor import Proctor
 from rl.roles import RoleError, Roles
 from rl.types import InfraFail, Prompt
@@ -34,7 +36,6 @@ HINTS = {
     "infra": "the judge does not answer",
     "stale": "samples are too old once they are ready: raise staleness.max_age or lower trainer.prompts",
 }
-
 
 WATCH_S = 0.2  # seconds between looks at the pools
 
@@ -62,8 +63,8 @@ class Loop:
     watched: dict[str, Any] = field(default_factory=dict)  # what a resumed run knows of its judges
     data: str = ""  # fingerprint of the prompts
     pick: Callable[..., Sequence[int]] | None = None  # staleness.pick
+    cost: Cost = n_tokens  # of training a prompt and its answers
     stop: bool = False  # set from outside: finish the step, save, end
-    served: int = 0  # the version that every engine has proved to hold
     barren: int = 0  # groups dropped since the last one became ready
     held: str = ""  # why no new group is admitted just now
     ready: dict[int, Group] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Loop:
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
     followers: set[asyncio.Task[None]] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
+    delivery: Delivery = field(init=False)
     monitor: Monitor = field(init=False)
     proctor: Proctor = field(init=False)
 
@@ -79,6 +81,7 @@ class Loop:
         bounded = {"judge": True, "scalar": cfg.scalar.activation == "sigmoid"}
         watches = {n: Watch(cfg.health, n, bounded[n]) for n in self.roles.judges}
         self.monitor = Monitor(self.roles, watches)
+        self.delivery = Delivery(cfg, self.roles.trainer, self.roles.sampler)
         for name, state in self.watched.items():
             watches[name] = Watch.from_dict(state, cfg.health, name=name, bounded=bounded[name])
         self.proctor = Proctor(
@@ -116,27 +119,29 @@ class Loop:
 
     async def _bring_up(self, resume: str | None) -> None:
         """All actors start at the same time; then every engine proves that it holds the trainer's weights."""
-        wait, trainer, config = self.cfg.deadlines.start, self.roles.trainer, self.cfg
+        wait, trainer = self.cfg.deadlines, self.roles.trainer
 
         async def start_trainer() -> None:
-            host, port = await trainer.ranks[0].call("rendezvous")
-            await trainer.call("start", lambda rank: (host, port), deadline=wait)
+            self.delivery.address = await trainer.ranks[0].call("rendezvous")
+            how = await trainer.call("start", lambda rank: self.delivery.address, deadline=wait.start)
+            self.show.note(f"trainer: {how}")
             if resume is not None:
-                await trainer.call(
-                    "load", lambda rank: (resume, self.version), deadline=config.deadlines.train
-                )
+                await trainer.call("load", lambda rank: (resume, self.version), deadline=wait.train)
 
         async with asyncio.TaskGroup() as tasks:
             for pool in self.roles.pools():
-                tasks.create_task(pool.all("start", deadline=wait))
+                tasks.create_task(pool.all("start", deadline=wait.start))
             tasks.create_task(start_trainer())
-        await self._serve()
+        await self.delivery.publish()
+        await self.delivery.deliver()
 
     async def _watch(self) -> None:
-        """While a judge or teacher is down, or its queue is full, no new group is admitted."""
+        """While a pool is down, or its queue is full, no new group is admitted."""
         while True:
             for pool in self.roles.pools():
                 pool.check()
+                while pool.news:
+                    self.show.note(pool.news.popleft(), "yellow")
             held = next((pool.trouble for pool in self.roles.pools() if pool.trouble), "")
             if held and not self.held:
                 self.show.note(f"no new groups are admitted: {held}", "yellow")
@@ -152,7 +157,7 @@ class Loop:
         if self.held:
             return
         room = admission.room(
-            trained=self.ledger.trained, live=len(self.ledger.live), version=self.served,
+            trained=self.ledger.trained, live=len(self.ledger.live), version=self.delivery.served,
             max_age=self.cfg.staleness.max_age,
             prompts=self.cfg.trainer.prompts,
             steps=self.cfg.trainer.steps,
@@ -167,11 +172,13 @@ class Loop:
     async def _follow(self, ordinal: int, attempt: int) -> None:
         """One group from its prompt to being ready, or dropped."""
         mark = partial(self._mark, ordinal=ordinal)
-        group = await follow(self.cfg, self.roles, self.stream[ordinal], ordinal, attempt, mark)
-        if group is None:
-            self._drop(ordinal, "stale", again=True)
-        else:
+        group = await follow(
+            self.cfg, self.roles, self.stream[ordinal], ordinal, attempt, mark, self.delivery.proven
+        )
+        if isinstance(group, Group):
             self._settle(group)
+        else:
+            self._drop(ordinal, group, again=True)
 
     def _settle(self, group: Group) -> None:
         """Ready, or dropped because nothing can be learnt from it."""
@@ -205,7 +212,7 @@ class Loop:
         self._admit()
 
     def _event(self, kind: Kind, ordinal: int, **more: Any) -> Event:
-        version = self.served if kind == "issue" else self.version
+        version = self.delivery.served if kind == "issue" else self.version
         return Event(kind=kind, ordinal=ordinal, at=time.monotonic() - self.began, version=version, **more)
 
     def _apply(self, event: Event) -> None:
@@ -219,13 +226,15 @@ class Loop:
         cfg, synced = self.cfg, None
         while self.version < cfg.trainer.steps and not self.stop:
             groups = await self._next_batch()
-            if synced is not None:
-                await synced  # nothing that an unproved engine sampled is trained
             metrics = await self._step(groups)
             self.version += 1
             for group in groups:
                 self._mark("train", group.ordinal)
                 del self.ready[group.ordinal]
+            if synced is not None:
+                await synced
+            with self.monitor.training():
+                await self.delivery.publish()
             synced = self.tasks.create_task(self._sync())
             await self._cut_hopeless()
             values = self.monitor.step(
@@ -290,33 +299,25 @@ class Loop:
 
     async def _step(self, groups: Sequence[Group]) -> dict[str, float]:
         cfg = self.cfg
-        errands = errand.pack(cfg, groups)
+        errands = errand.pack(cfg, groups, self.cost)
         with self.monitor.training():
             return await self.roles.trainer.call("step", errands.__getitem__, deadline=cfg.deadlines.train)
 
     async def _sync(self) -> None:
-        published = await self._serve()
+        """What is published reaches the samplers, while training goes on."""
+        due = self.proctor.validation.due(self.version)
+        published = await self.delivery.deliver(by_value=due)
+        self.monitor.aside |= self.delivery.metrics
         self._admit()
-        self.proctor.served(*published, self.tasks)
-
-    async def _serve(self) -> tuple[sync.Manifest, Any]:
-        """Publish the trainer's weights, hand them to every sampler, and see the proof that they arrived."""
-        wait = self.cfg.deadlines.sync
-        with self.monitor.training():
-            manifest, weights = await self.roles.trainer.call("publish", deadline=wait, returns=2)
-        mode = self.cfg.staleness.weights
-        reports = await self.roles.sampler.all("update", manifest.version, weights, mode, deadline=wait)
-        for handle, report in zip(self.roles.sampler.handles, reports, strict=True):
-            sync.verify(manifest, report, handle.name)
-        self.served = manifest.version
-        return manifest, weights
+        if due:
+            self.proctor.served(*published, self.tasks)
 
     async def _cut_hopeless(self) -> None:
         """End running groups that would be too old to train: they began before the bound."""
         oldest = self.version - self.cfg.staleness.max_age
         for ordinal, live in self.ledger.live.items():
             if live.state == "dispatch" and live.version < oldest:
-                await self.roles.sampler.all(
+                await self.roles.sampler.each(
                     "abort", f"{ordinal}.{live.attempt}", deadline=self.cfg.deadlines.sync
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +16,16 @@ from rl import forms, teaching
 from rl.batch import MicroBatch, Taught
 from rl.config import Config, Loss
 from rl.survey import Survey, make_surveys, needed
-from rl.teaching import MIXED, MIXTURE
+from rl.teaching import MIXED
+from rl.terms import Columns, best, columns, diverges, has_term, kind, rows_of, separable, spread, terms
 
 # name → (sum, count): what micro-batches and ranks add up; `metrics/name` is their quotient.
 Sums = dict[str, tuple[Tensor, Tensor]]
+# What is reported of each token → the mask of those that it is a mean over.
+REPORTED = {
+    "correction/rejected": "kl", "correction/weight": "policy", "loss/policy": "policy",
+    "policy/clipped": "policy", "loss/kl": "kl", "policy/entropy": "kl",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,115 +43,93 @@ class Objective:
     temperature: float
 
 
-def make_objective(cfg: Config) -> Objective:
-    """Raises ConfigError for a number that the chosen loss does not take."""
-    loss_cfg, fix, temperature = cfg.loss, cfg.correction, cfg.sampler.temperature
-    diverges = cfg.uses_teachers and loss_cfg.distill_form == "divergence"
-    steers = cfg.uses_teachers and loss_cfg.distill_form == "advantage"
-    policy = forms.policy(loss_cfg)
+def make_objective(cfg: Config, *, compile: bool = False, fuse: bool = True) -> Objective:
+    """compile: all but the fused head's matmuls and kernels. fuse: where a token's loss is its own, the head
+    finds the gradient at once, in three matmuls for four, and `backward` may be called once.
 
-    def objective(hidden: Tensor, head: Tensor, micro: MicroBatch, survey: Survey) -> tuple[Tensor, Sums]:
-        logits = F.linear(hidden, head).float() if diverges else None
-        if logits is None:
+    Raises ConfigError for a number that the chosen loss does not take.
+    """
+    loss_cfg, temperature, policy = cfg.loss, cfg.sampler.temperature, forms.policy(cfg.loss)
+
+    @cache
+    def token_loss(names: tuple[str, ...]) -> Any:
+        def of_values(*values: Tensor) -> tuple[Tensor, Columns]:
+            n = len(values) - len(names)  # first the log-probs
+            return terms(cfg, policy, dict(zip(names, values[n:], strict=True)), None, *values[:n])
+
+        with_grad = losses.separable(of_values)
+        return torch.compile(with_grad, dynamic=True, fullgraph=True) if compile else with_grad
+
+    def fused(hidden: Tensor, head: Tensor, micro: MicroBatch, survey: Survey) -> tuple[Tensor, Sums]:
+        x, ids = columns(cfg, micro, survey), None
+        if diverges(cfg):
+            taught, ids = best(micro, loss_cfg.distill_top_k)
+            x |= taught
+        fast = losses.has_triton(hidden.device)
+        total, seen = losses.linear_loss(
+            hidden, head, micro.target, micro.mask["kl"].float(), token_loss(tuple(x)), *x.values(),
+            topk_ids=ids, temperature=temperature,
+            rows=losses.rows_triton if fast else None, scale=losses.scale_triton if fast else None,
+        )  # fmt: skip
+        if diverges(cfg):
+            seen |= {f"loss/distill/{name}": seen["loss/distill"] for name in micro.teachers}
+        return total, _sums(loss_cfg, micro, {**seen, "policy/entropy": seen["entropy"]})
+
+    def whole(hidden: Tensor, head: Tensor, micro: MicroBatch, survey: Survey) -> tuple[Tensor, Sums]:
+        logits = None
+        if not diverges(cfg):
             logp, entropy = losses.linear_logp(hidden, head, micro.target, temperature=temperature)
         else:
+            logits = F.linear(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32))
             logp_all = (logits / temperature).log_softmax(-1)
             logp = logp_all.gather(-1, micro.target[:, None]).squeeze(-1)
             entropy = -(logp_all.exp() * logp_all).sum(-1)
-
-        total = 0.0 * (logp.sum() + hidden.sum())  # an empty micro-batch still has a graph to go back through
-        sums: Sums = {}
-        mask, weight, mu, rows = micro.mask, micro.weight, micro.logp_mu, (micro.row, micro.n_rows)
-        prox = mu
-        if fix.prox == "loglinear":
-            prox, _ = losses.loglinear_prox(logp, mu, micro.version, mask["kl"], current=micro.current)
-        log_rho = (prox if fix.prox == "loglinear" else logp.detach()) - mu
-        kept = forms.keep(fix, log_rho, logp, mu, micro.adv, mask["kl"], *rows)
-        if survey.keep is not None:
-            kept = kept & survey.keep
-        if fix.reject != "none":
-            _mean(sums, "correction/rejected", (~kept).float(), mask["kl"])
-
-        if loss_cfg.policy:
-            adv = micro.adv
-            for name, taught in micro.teachers.items() if steers else ():
-                on = kept[taught.at]
-                pull, _ = losses.distill_advantage(logp[taught.at], taught.logp, on)
-                if _has_term(loss_cfg, name):
-                    # weighted as this teacher's term, although the policy term has another count
-                    scale = torch.where(on, taught.weight / weight["policy"][taught.at], 0.0)
-                    adv = adv.index_add(0, taught.at, loss_cfg.distill * scale * pull)
-                _distilled(sums, loss_cfg, name, taught, -pull)
-            term, aux = policy(logp, prox, adv, mask["policy"], *rows, survey.selected)
-            correction = forms.weigh(fix, log_rho, mask["policy"], *rows)
-            if correction is not None:
-                if survey.mean_weight is not None:
-                    correction, _ = losses.normalise_weight(
-                        correction, mask["policy"], mean=survey.mean_weight
-                    )
-                term = correction * term
-                _mean(sums, "correction/weight", correction, mask["policy"])
-            term = torch.where(kept, term, 0.0)
-            total = total + loss_cfg.policy * (weight["policy"] * term).sum()
-            _mean(sums, "loss/policy", term, mask["policy"])
-            clipped = [value for name, value in aux.items() if name.startswith("clipped")]
-            if clipped:
-                _mean(sums, "policy/clipped", torch.stack(clipped).amax(0), mask["policy"])
-
-        if cfg.uses_reference:
-            assert micro.logp_ref is not None
-            if loss_cfg.kl_form == "k3_weighted":
-                term, _ = losses.k3_weighted(logp, micro.logp_ref, mu, mask["kl"])
-            else:
-                term, _ = forms.KL[loss_cfg.kl_form](logp, micro.logp_ref, mask["kl"])
-            total = total + loss_cfg.kl * (weight["kl"] * term).sum()
-            _mean(sums, "loss/kl", term, mask["kl"])
-
+        x, rows = columns(cfg, micro, survey), (micro.row, micro.n_rows)
+        per_token, seen = terms(cfg, policy, x, rows, logp)
+        # an empty micro-batch still has a graph to go back through
+        total = per_token.sum() + 0.0 * (logp.sum() + hidden.sum())
         for name, taught in micro.teachers.items() if logits is not None else ():
             assert logits is not None
             term = logp.detach()[taught.at] - taught.logp
-            if _has_term(loss_cfg, name):
+            if has_term(loss_cfg, name):
                 mine = logits if len(taught.at) == len(logits) else logits[taught.at]
-                # what is rejected is masked before the divergence: 0 · NaN would reach the gradient
-                term = _divergence(loss_cfg, mine, taught, kept[taught.at], temperature)
+                term = _divergence(loss_cfg, mine, taught, seen["kept"][taught.at], temperature)
                 total = total + loss_cfg.distill * (taught.weight * term).sum()
-            _distilled(sums, loss_cfg, name, taught, term)
-
-        _off_policy(sums, logp.detach(), micro)
-        _mean(sums, "policy/entropy", entropy, mask["kl"])
-        return total, sums
+            seen[f"loss/distill/{name}"] = spread(micro, taught, term.detach(), 0.0)
+        return total, _sums(loss_cfg, micro, {**seen, "logp": logp, "policy/entropy": entropy})
 
     def survey_step(logps: Sequence[Tensor], micros: Sequence[MicroBatch], seed: int) -> list[Survey]:
-        return make_surveys(logps, micros, loss_cfg, fix, seed)
+        return make_surveys(logps, micros, loss_cfg, cfg.correction, seed)
 
-    return Objective(objective, survey_step if needed(loss_cfg, fix) else None, temperature)
+    loss = fused if fuse and separable(cfg) else torch.compile(whole) if compile else whole
+    return Objective(loss, survey_step if needed(loss_cfg, cfg.correction) else None, temperature)
 
 
 def _divergence(cfg: Loss, logits: Tensor, taught: Taught, kept: Tensor, temperature: float) -> Tensor:
     """[R] from one teacher or the mixture, 0 where the token is rejected."""
-    if taught.rows is None:
-        raise ValueError(
-            "objective: a teacher sent log-probs of the tokens alone, and a divergence wants rows"
-        )
-    how: dict[str, Any] = {"kind": cfg.distill_kind, "beta": cfg.distill_beta, "alpha": cfg.distill_alpha}
-    on = kept & (taught.weight > 0)
+    # what is rejected is masked before the divergence: 0 · NaN would reach the gradient
+    rows, on = rows_of(taught), kept & taught.mask & (taught.weight > 0)
     if taught.ids is None:
-        return losses.full_divergence(logits, taught.rows, on, temperature=temperature, **how)[0]
-    return losses.topk_divergence(logits, taught.ids, taught.rows, on, temperature=temperature, **how)[0]
+        return losses.full_divergence(logits, rows, on, temperature=temperature, **kind(cfg))[0]
+    return losses.topk_divergence(logits, taught.ids, rows, on, temperature=temperature, **kind(cfg))[0]
 
 
-def _has_term(cfg: Loss, name: str) -> bool:
-    return cfg.distill_mix not in MIXED or name == MIXTURE
-
-
-def _distilled(sums: Sums, cfg: Loss, name: str, taught: Taught, values: Tensor) -> None:
+def _sums(cfg: Loss, micro: MicroBatch, seen: Columns) -> Sums:
     """loss/distill: the mean over all taught tokens; loss/distill/<name>: over those of this teacher, and in
     a mixture, where it has no term of its own, of log π - log T_name at the sampled token."""
-    _mean(sums, f"loss/distill/{name}", values, torch.ones_like(taught.at, dtype=torch.bool))
-    if _has_term(cfg, name):
-        total, count = sums[f"loss/distill/{name}"]
-        before = sums.get("loss/distill", (torch.zeros_like(total), torch.zeros_like(count)))
-        sums["loss/distill"] = (before[0] + total, before[1] + count)
+    sums: Sums = {}
+    for name, mask in REPORTED.items():
+        if name in seen:
+            _mean(sums, name, seen[name], micro.mask[mask])
+    for name, taught in micro.teachers.items():
+        if (values := seen.get(f"loss/distill/{name}")) is not None:
+            _mean(sums, f"loss/distill/{name}", values[taught.at], taught.mask)
+            if has_term(cfg, name):
+                total, count = sums[f"loss/distill/{name}"]
+                before = sums.get("loss/distill", (torch.zeros_like(total), torch.zeros_like(count)))
+                sums["loss/distill"] = (before[0] + total, before[1] + count)
+    _off_policy(sums, seen["logp"].detach(), micro)
+    return sums
 
 
 def _mean(sums: Sums, name: str, values: Tensor, mask: Tensor) -> None:
@@ -152,7 +137,7 @@ def _mean(sums: Sums, name: str, values: Tensor, mask: Tensor) -> None:
 
 
 def _off_policy(sums: Sums, logp: Tensor, micro: MicroBatch) -> None:
-    """How far the samples are from the policy that trains on them. Effective sample size: see `finish`."""
+    """How far the samples are from the policy that trains on them. Effective sample size: see `quotients`."""
     log_rho = torch.where(micro.mask["kl"], logp - micro.logp_mu, 0.0)
     _, aux = losses.effective_sample_size(log_rho, micro.mask["kl"])
     _mean(sums, "policy/gap_abs", log_rho.abs(), micro.mask["kl"])
@@ -160,7 +145,7 @@ def _off_policy(sums: Sums, logp: Tensor, micro: MicroBatch) -> None:
     sums["policy/rho_squared"] = (aux["sum_w2"], aux["n"])
 
 
-def finish(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+def quotients(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Quotients of the added-up sums; a term that no token took part in is left out, not reported as 0."""
     metrics = {name: total / count for name, (total, count) in sums.items() if count}
     squared = metrics.pop("policy/rho_squared", None)

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import math
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from rl.config import Dispatch
 from rl.replica import Handle, PoolDown, Replica, RoleError, within
 
+AWAY = ("open", "out")
 TICK = 0.001  # seconds; a timer may come so much early
 SIMPLE = Dispatch(attempt=math.inf, attempts=1, breaker=sys.maxsize, in_flight=sys.maxsize, queue=sys.maxsize)
 
@@ -49,7 +51,7 @@ class Pool:
     no second attempt, no queue, no breaker.
 
     `waiting`: questions in the queue. `down_since`: loop time since which nobody can be asked, or None.
-    `last_failure`: the latest of any replica, in words.
+    `last_failure`: the latest of any replica, in words. `news`: who left and who came back, for a person.
     """
 
     def __init__(self, handles: Sequence[Handle], name: str = "", dispatch: Dispatch | None = None) -> None:
@@ -60,10 +62,13 @@ class Pool:
         self.waiting = 0
         self.down_since: float | None = None
         self.last_failure = ""
+        self.news: deque[str] = deque(maxlen=100)
         self._failing_since: float | None = None  # as down_since, but only an answer ends it, not a trial
         self._lost = 0.0  # seconds down before the last recovery
         self._queue: dict[_Waiter, None] = {}  # in the order of arrival
         self._reviving: set[asyncio.Task[None]] = set()
+        # Brings back one that failed; whether it is sure, or is still to be tried by one call.
+        self.revive: Callable[[Handle], Awaitable[bool]] = self._start
 
     # ── What callers see ──────────────────────────────────────────────────────────────────────────────
 
@@ -134,6 +139,11 @@ class Pool:
         """Raises PoolDown if nobody can be asked and patience is over."""
         if self._given_up():
             raise self._down()
+
+    @property
+    def up(self) -> list[Handle]:
+        """Those that are in the run."""
+        return [replica.handle for replica in self.replicas if replica.state not in AWAY]
 
     @property
     def load(self) -> list[int]:
@@ -233,27 +243,47 @@ class Pool:
         elif seat.failure == "":
             self._failing_since = None
         if replica.state == "open" and not was_open:
-            task = asyncio.create_task(self._revive(replica))
-            self._reviving.add(task)
-            task.add_done_callback(self._reviving.discard)
+            self._bring_back(replica)
         self._dispatch()
 
+    def expel(self, handle: Handle, why: str) -> None:
+        """Ask this replica no more until `revive` has been with it."""
+        replica = next(r for r in self.replicas if r.handle is handle)
+        self.last_failure = why
+        if replica.state not in AWAY:
+            self._bring_back(replica)
+        replica.state = "out"
+        self._dispatch()
+
+    def _bring_back(self, replica: Replica) -> None:
+        self.news.append(f"{replica.handle.name} left the run: {self.last_failure}")
+        task = asyncio.create_task(self._revive(replica))
+        self._reviving.add(task)
+        task.add_done_callback(self._reviving.discard)
+
     async def _revive(self, replica: Replica) -> None:
-        while replica.state == "open":
+        while replica.state in AWAY:
             await asyncio.sleep(self.cfg.rest)
             try:
-                await within(self.cfg.patience, replica.handle, "start")
+                sure = await self.revive(replica.handle)
             except RoleError as error:
                 self.last_failure = str(error)
                 continue
-            if replica.state == "open":
-                replica.state = "trial"
+            if replica.state in AWAY:
+                replica.state = "up" if sure else "trial"
+                replica.failures = 0 if sure else replica.failures
+                self._failing_since = None if sure else self._failing_since
+                self.news.append(f"{replica.handle.name} is back")
                 self._dispatch()
+
+    async def _start(self, handle: Handle) -> bool:
+        await within(self.cfg.patience, handle, "start")
+        return False
 
     def _note(self) -> None:
         """Whether anybody can be asked. A probe under way is not yet an answer."""
         loop = asyncio.get_running_loop()
-        down = all(replica.state in ("open", "probed") for replica in self.replicas)
+        down = all(replica.state in (*AWAY, "probed") for replica in self.replicas)
         if down and self.down_since is None:
             self.down_since = loop.time()
             self._failing_since = self._failing_since or self.down_since

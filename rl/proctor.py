@@ -64,9 +64,8 @@ class Proctor:
             self.looks.append(tasks.create_task(self._look()))
 
     def served(self, manifest: Manifest, weights: Any, tasks: asyncio.TaskGroup) -> None:
-        """The engines hold a new version: validate it when it is due."""
-        if self.validation.due(manifest.version):
-            self.validation.task = tasks.create_task(self._validate(manifest, weights))
+        """The engines hold a version whose validation is due."""
+        self.validation.task = tasks.create_task(self._validate(manifest, weights))
 
     async def end(self) -> None:
         """What is under way comes to its end."""

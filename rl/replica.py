@@ -7,6 +7,8 @@ one call tries it, and an answer closes the circuit.
     up ── breaker failures ──▶ open ── rest, start ──▶ trial ── one call ──▶ probed ── answer ──▶ up
                                  ▲                                              └──── failure ──▶ open
 
+One that was expelled is out: late answers do not bring it back.
+
 The circuit breaker is described in "Release It!" by M. Nygard.
 """
 
@@ -51,7 +53,7 @@ async def within(deadline: float, handle: Handle, method: str, *args: Any, retur
 class Replica:
     handle: Handle
     cfg: Dispatch
-    state: Literal["up", "open", "trial", "probed"] = "up"
+    state: Literal["up", "open", "out", "trial", "probed"] = "up"
     load: int = 0  # questions under way
     failures: int = 0  # in a row
     asleep: float = 0.0  # time until which it wants no calls
@@ -83,6 +85,8 @@ class Replica:
     def settle(self, weight: int, probe: bool, failure: str | None, paused: bool) -> None:
         """The call is over. failure: empty for an answer, None where nothing was learned."""
         self.load -= weight
+        if self.state == "out":
+            return
         tried = probe and self.state == "probed"
         if failure is None:
             self.state = "trial" if tried else self.state

@@ -1,5 +1,5 @@
-"""One optimiser step: `state, metrics = train_step(state, micros, ...)`. The old state is consumed: rebind
-at once."""
+"""One optimiser step: `state, metrics = train_step(state, micros, ...)`. The old state is consumed: rebind at
+once. Or in parts, as micro-batches arrive: begin → accumulate, any number of times → finish."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from losses import linear_logp
-from models.attention import Layout, make_layout, packed_attention
+from models.attention import Backend, Layout, make_layout, packed_attention
+from models.parallelise import reshard, sync_gradients
 from models.transformer import Attend, Transformer
 from rl.batch import MicroBatch
 from rl.config import Trainer
-from rl.objective import Objective, Sums, finish
+from rl.objective import Objective, Sums, quotients
 from rl.survey import Survey
 
 
@@ -26,17 +28,28 @@ class TrainState:
     model: Transformer
     optimizer: torch.optim.Optimizer
     version: int  # optimiser steps taken
+    attention: Backend | None = None  # as `choose_attention` says; None: what torch has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A step in the making: gradients lie in the model, sums of the metrics here, on the model's device."""
+
+    state: TrainState
+    sums: dict[str, Tensor]  # name → [2], float64
+    graphs: int  # compiled before the step
+    synced: bool = True  # whether all gradients so far are reduced over the ranks
 
 
 def make_optimizer(model: nn.Module, cfg: Trainer) -> torch.optim.AdamW:
-    cuda = next(model.parameters()).is_cuda
+    fused = next(model.parameters()).is_cuda or cfg.offload
     return torch.optim.AdamW(
         model.parameters(),
         lr=cfg.lr,
         betas=cfg.betas,
         weight_decay=cfg.weight_decay,
-        fused=cuda,
-        foreach=not cuda,
+        fused=fused,
+        foreach=not fused,
     )
 
 
@@ -55,27 +68,78 @@ def train_step(
 ) -> tuple[TrainState, dict[str, float]]:
     """Accumulate the gradient of Σ objective over the micro-batches (and ranks), clip it, step. Version +
     1."""
-    model, optimizer = state.model, state.optimizer
-    optimizer.zero_grad(set_to_none=True)
-    added: dict[str, torch.Tensor] = {}
-    total = torch.zeros((), dtype=torch.float64)
-    surveys = _survey(state, micros, objective)
-    for micro, survey in zip(micros, surveys, strict=True):
-        hidden = model(micro.ids, micro.layout.positions, attend_packed(micro.layout))
-        loss, sums = objective.loss(hidden[micro.select], model.head, micro, survey)
-        loss.backward()
-        total += loss.detach().double().cpu()
-        _add(added, sums)
-    added["loss/total"] = torch.stack(
-        [total, torch.ones_like(total) / world_size()]
-    )  # shares: added, not averaged
-    norm = clip_gradients(model, cfg.clip_grad)
+    pending = begin(state)
+    for i, (micro, survey) in enumerate(zip(micros, _survey(state, micros, objective), strict=True)):
+        pending = accumulate(pending, micro, objective, survey, sync=i == len(micros) - 1)
+    return finish(pending, cfg)
+
+
+def begin(state: TrainState) -> Pending:
+    state.optimizer.zero_grad(set_to_none=True)
+    return Pending(state=state, sums={}, graphs=_graphs())
+
+
+def accumulate(
+    pending: Pending,
+    micro: MicroBatch,
+    objective: Objective,
+    survey: Survey | None = None,
+    *,
+    sync: bool = True,
+) -> Pending:
+    """Add a micro-batch's gradient and sums, in any order; all ranks must call it alike. Waits for nothing.
+
+    sync: reduce the gradient over ranks. The last micro-batch of a step must; before it, not to spares the
+    ranks' traffic and takes 4 bytes a parameter on each.
+    survey: where the objective makes them, from all micro-batches of the step (then nothing can stream).
+    """
+    if survey is None and objective.survey is not None:
+        raise ValueError(
+            "accumulate: this loss looks at the whole step before its first gradient; call train_step"
+        )
+    state = pending.state
+    maybe_mark_dynamic(micro.layout.cu_q, 0)
+    maybe_mark_dynamic(micro.layout.cu_k, 0)
+    sync_gradients(state.model, sync)
+    hidden = _hidden(state, micro)
+    loss, sums = objective.loss(hidden, state.model.head, micro, survey or Survey())
+    loss.backward()
+    once = 0.0 if pending.sums else 1.0 / world_size()  # of all micro-batches and ranks: added, not averaged
+    sums["loss/total"] = (loss.detach(), torch.full_like(loss, once))
+    return replace(pending, sums=_added(pending.sums, sums), synced=sync)
+
+
+def finish(pending: Pending, cfg: Trainer, *, scale: float = 1.0) -> tuple[TrainState, dict[str, float]]:
+    """Clip the gradient, multiplied by `scale`, and step. Version + 1.
+
+    scale: where the weights of all terms lack the same factor, as 1 / tokens that nobody could count before
+    the last micro-batch came. The gradient is linear in them, so it comes out the same.
+    """
+    state = pending.state
+    if not pending.synced:
+        raise ValueError("finish: the last micro-batch was accumulated with sync=False")
+    reshard(state.model)
+    norm = clip_gradients(state.model, cfg.clip_grad, scale=scale)
     lr = learning_rate(cfg, state.version)
-    for group in optimizer.param_groups:
+    for group in state.optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
-    metrics = finish(_over_ranks(added))
-    return replace(state, version=state.version + 1), {**metrics, "train/grad_norm": norm, "train/lr": lr}
+    state.optimizer.step()
+    # From here on the host waits for the device.
+    sums = _over_ranks(pending.sums)
+    total, share = sums["loss/total"]
+    metrics = {
+        **quotients({**sums, "loss/total": (scale * total, share)}),
+        "train/grad_norm": float(norm),
+        "train/lr": lr,
+        "compile/recompiles": float(_graphs() - pending.graphs),
+    }
+    return replace(state, version=state.version + 1), metrics
+
+
+def _hidden(state: TrainState, micro: MicroBatch) -> Tensor:
+    """[M, D], of the states that predict the trained tokens."""
+    attend = attend_packed(micro.layout, state.attention)
+    return state.model(micro.ids, micro.layout.positions, attend).index_select(0, micro.select)
 
 
 @torch.no_grad()
@@ -84,15 +148,15 @@ def _survey(state: TrainState, micros: Sequence[MicroBatch], objective: Objectiv
         return [Survey()] * len(micros)
     logps = []
     for micro in micros:
-        hidden = state.model(micro.ids, micro.layout.positions, attend_packed(micro.layout))[micro.select]
+        hidden = _hidden(state, micro)
         logp, _ = linear_logp(hidden, state.model.head, micro.target, temperature=objective.temperature)
         logps.append(logp)
     return objective.survey(logps, micros, state.version)
 
 
-def attend_packed(layout: Layout) -> Attend:
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return packed_attention(q, k, v, layout)
+def attend_packed(layout: Layout, backend: Backend | None = None) -> Attend:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return packed_attention(q, k, v, layout, backend)
 
     return attend
 
@@ -100,42 +164,56 @@ def attend_packed(layout: Layout) -> Attend:
 @torch.no_grad()
 def probe_logps(model: Transformer, ids: Sequence[int]) -> tuple[float, ...]:
     """Log-probs [len(ids) - 1] of each token given those before it, at temperature 1. All ranks must call
-    it."""
+    it, on a model that is not compiled: its graphs would then be made for this short row first."""
     tokens = torch.tensor(ids, device=next(model.parameters()).device)
     layout = make_layout([len(ids)], tokens.device)
     hidden = model(tokens, layout.positions, attend_packed(layout))
     logp = model.logits(hidden[:-1]).float().log_softmax(-1)
-    if isinstance(model, FSDPModule):
-        model.reshard()  # the root stays gathered after a forward; the next step must not meet it
+    reshard(model)
     return tuple(logp.gather(-1, tokens[1:, None]).squeeze(-1).tolist())
 
 
-def clip_gradients(model: nn.Module, bound: float) -> float:
-    """Scale the gradient to global norm <= bound (0: only measure). Returns the norm over all shards
-    before that."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), bound or float("inf"))
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+@torch.no_grad()
+def clip_gradients(model: nn.Module, bound: float, *, scale: float = 1.0) -> Tensor:
+    """Multiply the gradient by `scale`, and then to a global norm <= bound (0: any). Returns the norm, over
+    all shards, between the two: a scalar, for which the host need not wait."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    norm = scale * nn.utils.get_total_norm(local)
+    mesh = grads[0].device_mesh if isinstance(grads[0], DTensor) else None
+    if mesh is not None and mesh.size() > 1:
+        squared = norm.square().to(mesh.device_type)
+        dist.all_reduce(squared, group=mesh.get_group())
+        norm = squared.sqrt()
+    if bound or scale != 1.0:
+        factor = torch.clamp((bound or float("inf")) / (norm + 1e-6), max=1.0) * scale
+        torch._foreach_mul_(local, factor.to(local[0].device))
+    return norm
 
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _add(added: dict[str, torch.Tensor], sums: Sums) -> None:
-    for name, (total, count) in sums.items():
-        pair = torch.stack([total.double().cpu(), count.double().cpu()])
-        added[name] = added[name] + pair if name in added else pair
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
 
 
-def _over_ranks(added: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+def _added(before: dict[str, Tensor], sums: Sums) -> dict[str, Tensor]:
+    pairs = {name: torch.stack([total.double(), count.double()]) for name, (total, count) in sums.items()}
+    return {**before, **{name: before[name] + p if name in before else p for name, p in pairs.items()}}
+
+
+def _over_ranks(added: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Every rank's sums, added. All ranks run the same terms, but a term may have had no token on one of
     them."""
+    names = sorted(added)
     if world_size() > 1:
-        names: list[str] = sorted(added)
         everyone: list[list[str]] = [[] for _ in range(world_size())]
         dist.all_gather_object(everyone, names)
         names = sorted(set().union(*everyone))
-        table = torch.stack([added.get(n, torch.zeros(2, dtype=torch.float64)) for n in names])
+    nothing = torch.zeros_like(added["loss/total"])
+    table = torch.stack([added.get(name, nothing) for name in names])
+    if world_size() > 1:
         dist.all_reduce(table)
-        return {n: (float(a), float(b)) for n, (a, b) in zip(names, table.tolist(), strict=True)}
-    return {n: (float(p[0]), float(p[1])) for n, p in added.items()}
+    return {name: (total, count) for name, (total, count) in zip(names, table.tolist(), strict=True)}

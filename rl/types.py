@@ -112,6 +112,7 @@ class SampleMeta:
     finish: Finish
     version_min: int
     version_max: int
+    engine: str = ""  # who sampled it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,8 @@ ARROWS = {
     "losses": {"losses"},  # losses/__init__.py alone; see below
     "models": {"models"},
     "rl/config": {"rl.config"},
-    "rl/engines": {"rl.engines", "rl.config", "rl.types", "rl.sync", "models"},
+    "rl/engines": {"rl.engines", "rl.config", "rl.types", "rl.sync", "rl.wire", "models"},
+    "rl/wire": {"rl.wire", "rl.sync", "models"},
     "rl/data": {"rl.data", "rl.seeds", "rl.types"},
     "rl/rewards": {"rl.rewards", "rl.config", "rl.data.gym", "rl.judges.desk", "rl.roles", "rl.pool",
                    "rl.types"},

@@ -6,9 +6,10 @@ import asyncio
 import os
 import pickle
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,17 @@ from rl.actors.reward import Function, Reward
 from rl.actors.rollout import Rollout
 from rl.actors.scalar import ScalarJudge
 from rl.actors.teacher import Teacher
-from rl.actors.trainer import TrainerRank
-from rl.config import Config
+from rl.actors.trainer import WIRE, TrainerRank
+from rl.config import Config, Dispatch
 from rl.engines.make import Bundle
 from rl.plan import Node, Plan, Seat
+from rl.pool import SIMPLE
 from rl.rewards.producers import make_producers
 from rl.roles import Handle, Pool, RoleError, Roles, TrainerGroup
 from rl.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
+WIRE_CALLS = 32  # of the trainer's rank 0, beside its step: one for each sampler that is sent weights
 CALLS = 4096  # calls that one engine actor may have under way; the controller's admission keeps far below it
 
 
@@ -159,7 +162,8 @@ class Casting:
             **({"max_concurrency": CALLS} if concurrent else {}),
             **({"max_restarts": -1} if revive else {}),
         }
-        return Remote(seat.name, ray.remote(cls).options(**options).remote(*args), refs)
+        remote = ray.remote(cls) if concurrent else ray.remote(concurrency_groups={WIRE: WIRE_CALLS})(cls)
+        return Remote(seat.name, remote.options(**options).remote(*args), refs)
 
     def all(self, cls: type, role: str, *args: Any, revive: bool = False) -> list[Handle]:
         return [self.cast(cls, seat, *args, revive=revive) for seat in self.plan.of(role)]
@@ -179,12 +183,17 @@ def cast_roles(cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, ver
         for rank, seat in enumerate(casting.plan.of("trainer"))
     ]
     rollout = refs["policy"], params, s.slots, version, s.engine
-    sampler = Pool(casting.all(Rollout, "sampler", *rollout))
-    validator = casting.all(Rollout, "validator", *rollout)
+    samplers, validator = (
+        [
+            casting.cast(Rollout, seat, *rollout, seat.name, revive=role == "sampler")
+            for seat in casting.plan.of(role)
+        ]
+        for role in ("sampler", "validator")
+    )
     judges, raters = cast_judges(cfg, refs, casting), cast_raters(cfg, casting)
     return Roles(
         trainer=TrainerGroup(trainer),
-        sampler=sampler,
+        sampler=Pool(samplers, name="sampler", dispatch=_sampling(cfg)),
         judges=judges,
         raters=raters,
         producers=make_producers(cfg, judges, raters),
@@ -196,6 +205,13 @@ def cast_roles(cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, ver
         else None,
         validator=Pool(validator) if validator else None,
     )
+
+
+def _sampling(cfg: Config) -> Dispatch:
+    """Admission says how much is asked of samplers; one that fails leaves the run until it is back."""
+    far = sys.maxsize
+    patience = cfg.deadlines.start + cfg.deadlines.sync
+    return replace(SIMPLE, attempts=3, breaker=1, in_flight=far, queue=far, patience=patience)
 
 
 def cast_judges(cfg: Config, refs: Mapping[str, Any], casting: Casting) -> dict[str, Pool]:

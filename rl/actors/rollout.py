@@ -4,30 +4,58 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rl.batch import GroupTokens
 from rl.config import Engine
+from rl.engines.base import Engine as EngineInterface
 from rl.engines.base import EngineStats, PauseMode, UpdateReport
 from rl.engines.build import build
 from rl.engines.make import Bundle
 from rl.types import Completion, SampleMeta, SamplingParams
+from rl.wire.parcel import Parcel, Place
 
 CPU = Engine()
 
 
 class Rollout:
     def __init__(
-        self, bundle: Bundle, params: SamplingParams, slots: int, version: int = 0, engine: Engine = CPU
-    ) -> None:  # fmt: skip
-        self.engine = build(bundle, engine, slots=slots, version=version)
-        self.tokenizer, self.params = bundle.tokenizer, params
+        self,
+        bundle: Bundle,
+        params: SamplingParams,
+        slots: int,
+        version: int = 0,
+        engine: Engine = CPU,
+        name: str = "sampler",
+    ) -> None:
+        blank = engine.kind == "vllm"  # its first weights come as all later ones do
+        own = replace(bundle, weights={}) if blank else bundle
+        self._make = partial(build, own, engine, slots=slots, version=version)
+        self._starting = asyncio.Lock()
+        self._engine: EngineInterface | None = None
+        self.tokenizer, self.params, self.name = bundle.tokenizer, params, name
 
-    async def start(self) -> UpdateReport:
-        await self.engine.start()
-        return await self.engine.report()
+    async def start(self) -> None:
+        """Harmless where an engine runs, enough where it has failed: the new one has the first weights."""
+        async with self._starting:
+            if self._engine is not None and _alive(self._engine):
+                return
+            engine = self._make()
+            await engine.start()
+            self._engine = engine
+
+    @property
+    def engine(self) -> EngineInterface:
+        if self._engine is None:
+            raise RuntimeError(f"{self.name}: not started")
+        return self._engine
+
+    async def place(self) -> Place:
+        return await self.engine.place()
 
     async def generate(
         self, prompt_ids: Sequence[int], seeds: Sequence[int], request_id: str
@@ -42,6 +70,7 @@ class Rollout:
 
     def _meta(self, sample: Completion) -> SampleMeta:
         return SampleMeta(
+            engine=self.name,
             text=self.tokenizer.decode(sample.tokens.tolist()),
             n_tokens=len(sample.tokens),
             finish=sample.finish,
@@ -49,7 +78,7 @@ class Rollout:
             version_max=int(sample.versions.max(initial=0)),
         )
 
-    async def update(self, version: int, weights: Mapping[str, Any], mode: PauseMode) -> UpdateReport:
+    async def update(self, version: int, weights: Parcel, mode: PauseMode) -> UpdateReport:
         return await self.engine.update(version, weights, mode=mode)
 
     async def abort(self, request_id: str) -> int:
@@ -59,7 +88,16 @@ class Rollout:
         return self.engine.stats()
 
     async def stop(self) -> None:
-        await self.engine.stop()
+        if self._engine is not None:
+            await self._engine.stop()
+
+
+def _alive(engine: EngineInterface) -> bool:
+    try:
+        engine.stats()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Snapshot:

@@ -29,7 +29,7 @@ class Teacher:
         full: bool = False,
         engine: Engine = CPU,
     ) -> None:
-        self.engine = build(bundle, engine, slots=slots)
+        self.engine = build(bundle, engine, slots=slots, updates=False)
         self.temperature, self.top_k, self.full = temperature, top_k, full
         self.here = 0  # groups under way
         self.started = False

@@ -1,26 +1,31 @@
 """One trainer rank's shell: packed batch → optimiser step → new version. Plain and blocking: it has no
-event loop."""
+event loop.
+
+What is said of published weights, and their way out, runs beside the next step, in Ray's group of threads
+`WIRE`."""
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from models.parallelise import parallelise
+from models.attention import choose_attention
+from models.delta import Delta
+from models.parallelise import parallelise, reshard
 from models.transformer import Transformer
-from models.weights import as_array, as_tensor, checksums, save_folder
+from models.weights import as_tensor, save_folder
 from rl.actors.net import interface_of, node_address
 from rl.actors.rollout import Rollout, Snapshot
 from rl.batch import build_micro
@@ -29,15 +34,22 @@ from rl.engines.base import UpdateReport
 from rl.engines.make import Bundle
 from rl.errand import Errand, unpack
 from rl.objective import make_objective
-from rl.step import TrainState, make_optimizer, probe_logps, train_step
-from rl.sync import PROBE_ATOL, Manifest, probe_ids
+from rl.packing import bucket
+from rl.step import TrainState, make_optimizer, train_step
+from rl.sync import Manifest
 from rl.types import SampleMeta, SamplingParams
+from rl.wire.gather import gather
+from rl.wire.parcel import Broadcast, Mapped, Place
+from rl.wire.post import Post
+
+WIRE = "wire"
 
 
 class TrainerRank:
     def __init__(self, bundle: Bundle, cfg: Config, rank: int, version: int = 0) -> None:
         self.bundle, self.cfg, self.rank, self.version = bundle, cfg, rank, version
         self.store: dist.Store | None = None
+        self.post: Post | None = None  # rank 0's
         s = cfg.sampler
         params = SamplingParams(temperature=s.temperature, max_tokens=s.max_tokens)
         self.snapshot = Snapshot(Rollout(bundle, params, s.slots))
@@ -48,7 +60,8 @@ class TrainerRank:
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
-    def start(self, host: str, port: int) -> None:
+    def start(self, host: str, port: int) -> str:
+        """Bring the model up; how it will train, for a person."""
         cfg = self.cfg.trainer
         torch.set_num_threads(cfg.threads)
         use_cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
@@ -63,38 +76,89 @@ class TrainerRank:
         model = Transformer(self.bundle.cfg, device=self.device, dtype=torch.float32)
         model.load_state_dict({n: as_tensor(w) for n, w in self.bundle.weights.items()})
         mesh = DeviceMesh(self.device.type, list(range(cfg.ranks)))
-        compiled = use_cuda if cfg.compile is None else cfg.compile
+        self.compiled = use_cuda if cfg.compile is None else cfg.compile
         own = self.bundle.cfg.dtype if use_cuda else "float32"
         dtype = own if cfg.dtype == "auto" else cfg.dtype
-        parallelise(model, mesh, compile=compiled, param_dtype=dtype)
-        self.state = TrainState(model=model, optimizer=make_optimizer(model, cfg), version=self.version)
-        objective = make_objective(self.cfg)
-        self.objective = replace(objective, loss=torch.compile(objective.loss)) if compiled else objective
+        attention = choose_attention(cfg.attention, self.device, getattr(torch, dtype))
+        parallelise(
+            model,
+            mesh,
+            compile=self.compiled,
+            param_dtype=dtype,
+            recompute=cfg.recompute,
+            full_blocks=cfg.full_blocks,
+            offload=cfg.offload,
+            keep_gathered=cfg.keep_gathered,
+        )
+        optimizer = make_optimizer(model, cfg)
+        self.state = TrainState(model=model, optimizer=optimizer, version=self.version, attention=attention)
+        self.objective = make_objective(self.cfg, compile=self.compiled)
+        return f"{self.device.type}, {dtype}, attention by {attention}"
 
     def step(self, errand: Errand, *arrays: Any) -> dict[str, float]:
         """One optimiser step on this rank's share. `arrays`: tokens, then each teacher's and the reference's
         scores, per group."""
+        cfg = self.cfg.trainer
         groups = unpack(self.cfg, errand, arrays)
-        version = self.state.version
-        micros = [build_micro(places, groups, self.device, current=version) for places in errand.micros]
-        self.state, metrics = train_step(self.state, micros, self.objective, self.cfg.trainer)
+        micros = [
+            build_micro(
+                places,
+                groups,
+                self.device,
+                current=self.state.version,
+                bucket=bucket(cfg.micro_tokens) if self.compiled else 1,
+                share_prompt=cfg.share_prompt,
+            )
+            for places in errand.micros
+        ]
+        self.state, metrics = train_step(self.state, micros, self.objective, cfg)
         return metrics
 
-    def publish(self) -> tuple[Manifest | None, dict[str, np.ndarray] | None]:
-        """The full weights, rounded as the engines hold them, and what must be true of them. All ranks
-        gather; rank 0 returns."""
-        dtype = getattr(torch, self.bundle.cfg.dtype)
-        full = {name: tensor.to(dtype) for name, tensor in self._gather().items()}
-        probe = probe_logps(self.state.model, probe_ids(self.bundle.cfg.vocab_size))
-        if self.rank:
-            return None, None
-        manifest = Manifest(
-            version=self.state.version,
-            checksums=checksums(full),
-            probe=probe,
-            atol=PROBE_ATOL[self.bundle.cfg.dtype],
-        )
-        return manifest, {name: as_array(tensor).copy() for name, tensor in full.items()}
+    def publish(self) -> None:
+        """Pack the weights as they are now. All ranks send theirs, in the engines' dtype; rank 0 has them."""
+        cfg = self.bundle.cfg
+        if self.rank == 0 and self.post is None:
+            self.post = Post(cfg, self.device, delta=self.cfg.sync.delta)
+        parts = gather(self._parameters(), getattr(torch, cfg.dtype))
+        if self.post is not None:
+            self.post.pack(self.state.version, parts)
+        else:
+            deque(parts, maxlen=0)
+
+    @ray.method(concurrency_group=WIRE)
+    def place(self) -> Place:
+        return self._published.place()
+
+    @ray.method(concurrency_group=WIRE)
+    def manifest(self) -> Manifest:
+        """What must be true of an engine that holds the published weights."""
+        return self._published.manifest()
+
+    @ray.method(concurrency_group=WIRE)
+    def arrays(self) -> tuple[int, dict[str, np.ndarray]]:
+        """Their bytes, and the published weights by value."""
+        arrays = self._published.arrays()
+        return sum(a.nbytes for a in arrays.values()), arrays
+
+    @ray.method(concurrency_group=WIRE)
+    def delta(self) -> tuple[int | None, Delta | None]:
+        """Its bytes, and what has changed since the version before; None: there was none."""
+        delta = self._published.delta()
+        return None if delta is None else delta.nbytes, delta
+
+    @ray.method(concurrency_group=WIRE)
+    def mapped(self) -> Mapped:
+        return self._published.mapped()
+
+    @ray.method(concurrency_group=WIRE)
+    def send(self, address: Broadcast) -> None:
+        self._published.send(address)
+
+    @property
+    def _published(self) -> Post:
+        if self.post is None:
+            raise RuntimeError("nothing is published")
+        return self.post
 
     def hold(self, version: int, weights: Mapping[str, np.ndarray]) -> UpdateReport:
         """Keep published weights, for `answer`, while training goes on."""
@@ -104,9 +168,18 @@ class TrainerRank:
         """Validation in the trainer's spare time: a sample for each (prompt ids, seed)."""
         return self.snapshot.answer(asked)
 
-    def _gather(self) -> dict[str, torch.Tensor]:
-        state = self.state.model.state_dict()
-        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in state.items()}
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        reshard(self.state.model)
+        return dict(self.state.model.named_parameters())
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """Rank 0's: all master weights."""
+        shapes = {name: p.shape for name, p in self._parameters().items()}
+        full = {name: torch.empty(shape) for name, shape in shapes.items()} if self.rank == 0 else {}
+        for part in gather(self._parameters(), torch.float32):
+            for (name, first, last), tensor in part.items():
+                full[name][first:last] = tensor
+        return full
 
     def save(self, path: str) -> None:
         """This rank's shards of model and optimiser into path/trainer; rank 0 adds path/policy, a Hugging
@@ -116,7 +189,7 @@ class TrainerRank:
         (
             Path(path) / f"rank_{self.rank}"
         ).touch()  # what this rank wrote must be seen where the checkpoint is sealed
-        full = self._gather()
+        full = self._whole()
         if self.rank == 0:
             save_folder(Path(path) / "policy", full, self.bundle.cfg, self.bundle.tokenizer)
 

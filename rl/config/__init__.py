@@ -14,12 +14,12 @@ from rl.config.engine import Engine
 from rl.config.learning import Correction, Loss, Trainer
 from rl.config.rewards import Dispatch, Health, Judge, Reward, Scalar, Teacher
 from rl.config.rollout import Data, Policy, Sampler, Validation
-from rl.config.running import Checkpoint, Deadlines, Log, Ray, Staleness
+from rl.config.running import Checkpoint, Deadlines, Log, Ray, Staleness, Sync
 
 __all__ = [
     "Checkpoint", "Config", "ConfigError", "Correction", "Data", "Deadlines", "Dispatch", "Engine", "Health",
-    "Judge", "Log", "Loss", "Policy", "Ray", "Reward", "Sampler", "Scalar", "Staleness", "Teacher", "Trainer",
-    "Validation", "route", "to_dict",
+    "Judge", "Log", "Loss", "Policy", "Ray", "Reward", "Sampler", "Scalar", "Staleness", "Sync", "Teacher",
+    "Trainer", "Validation", "route", "to_dict",
 ]  # fmt: skip
 
 
@@ -42,6 +42,7 @@ class Config:
     correction: Correction = field(default_factory=Correction)
     trainer: Trainer = field(default_factory=Trainer)
     staleness: Staleness = field(default_factory=Staleness)
+    sync: Sync = field(default_factory=Sync)
     deadlines: Deadlines = field(default_factory=Deadlines)
     validation: Validation = field(default_factory=Validation)
     health: Health = field(default_factory=Health)

@@ -117,6 +117,8 @@ class Trainer:
     """FSDP2 processes."""
     micro_tokens: int = 8192
     """Tokens (prompt and answer) of one packed micro-batch, at most."""
+    share_prompt: bool = False
+    """Compute a group's prompt once for all its answers; worth it where prompts are long beside answers."""
     compile: bool | None = None
     """torch.compile each block and the loss. None: on for CUDA, off on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -125,5 +127,18 @@ class Trainer:
     CUDA, float32 on the CPU."""
     gpus: float = 1.0
     """GPUs of one rank, where it trains on CUDA. Below 1: a share, beside other roles."""
+    attention: Literal["auto", "fa4", "flash", "varlen", "padded"] = "auto"
+    """FlashAttention 4 or 2 (packages flash-attn-4, flash-attn), torch's own, or padded sequences, as on the
+    CPU. auto: the first of them that can run; the log names it."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """In the backward pass, to save memory: nothing dear; all but matmuls and attention; whole blocks."""
+    full_blocks: int = 0
+    """So many blocks recompute all, whatever recompute says, until the others' activations fit."""
+    offload: bool = False
+    """Master weights, gradients and optimiser stay in the host's memory: slow, and saves 16 bytes a
+    parameter."""
+    keep_gathered: bool | None = None
+    """Gather each weight once a step, not in every forward and backward, for 2 bytes a parameter in bfloat16.
+    None: where that is below a tenth of the GPU's memory."""
     threads: int = 1
     """CPU threads of one rank."""

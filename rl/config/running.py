@@ -23,6 +23,17 @@ class Staleness:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sync:
+    transport: Literal["auto", "store", "broadcast", "ipc"] = "auto"
+    """New weights: by value through Ray's object store, by broadcast (NCCL between GPUs, gloo between CPUs),
+    or from the trainer's own memory (CUDA IPC, on one GPU). auto: ipc, broadcast or store, as the places
+    allow."""
+    delta: bool = False
+    """By value: only what has changed since the version before, exact to the bit. The trainer keeps one more
+    copy of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Deadlines:
     start: float = 120.0
     """Seconds until every engine and trainer rank must be up."""

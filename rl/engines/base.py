@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rl.types import Completion, SamplingParams, Scores
+from rl.wire.parcel import Parcel, Place
 
 PauseMode = Literal["keep", "recompute", "wait"]
 
@@ -22,6 +23,7 @@ class UpdateReport:
     version: int
     checksums: Mapping[str, int]
     probe: tuple[float, ...]
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of an update: receive, pause, commit, prove
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,8 @@ class EngineStats:
     """Counters since start: tokens, seconds of work and of life; and what is running now.
 
     `kv_use` is the used fraction of the cache of keys and values, `preemptions` count samples that lost
-    theirs to others and had to compute it anew, where an engine has those.
+    theirs to others and had to compute it anew, where an engine has those. `slots`: samples that it runs at a
+    time at most, as things are now; 0 where it does not say.
     """
 
     version: int
@@ -41,6 +44,7 @@ class EngineStats:
     wall_s: float
     kv_use: float = 0.0
     preemptions: int = 0
+    slots: int = 0
 
 
 class Engine(Protocol):
@@ -80,10 +84,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def update(
-        self, version: int, weights: Mapping[str, object], *, mode: PauseMode = "keep"
-    ) -> UpdateReport:
-        """Take new weights between two decoding steps and prove it.
+    async def place(self) -> Place:
+        """Where the weights lie: what decides how new ones get there."""
+        ...
+
+    async def update(self, version: int, weights: Parcel, *, mode: PauseMode = "keep") -> UpdateReport:
+        """Take new weights between two decoding steps and prove it. They are received while it generates.
 
         keep: running samples go on over the KV cache of the old weights; recompute: their KV is computed
         anew;

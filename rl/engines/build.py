@@ -10,13 +10,15 @@ from rl.engines.classifier import Classifier
 from rl.engines.make import Bundle, make_classifier, make_engine
 from rl.engines.vllm_args import VllmOptions
 
-VLLM_WHOLE = 0.9  # of a GPU that nobody shares: the rest is for what vLLM does not count
+VLLM_WHOLE = 0.9  # of a GPU at most: the rest is for what vLLM does not count, as NCCL's buffers
 
 
-def options(cfg: EngineConfig) -> VllmOptions:
+def options(cfg: EngineConfig, *, updates: bool) -> VllmOptions:
     return VllmOptions(
+        device="cuda" if cfg.gpus else "cpu",
         tensor_parallel=cfg.tensor_parallel,
-        memory=cfg.gpus if 0 < cfg.gpus < 1 else VLLM_WHOLE,
+        memory=min(cfg.gpus or 1, VLLM_WHOLE),
+        updates=updates,
         cache_bytes=int(cfg.cache_gb * 1e9) or None,
         compile=cfg.compile,
     )
@@ -26,17 +28,29 @@ def device(cfg: EngineConfig) -> str:
     return "cuda" if cfg.gpus else "cpu"
 
 
-def build(bundle: Bundle, cfg: EngineConfig, *, slots: int, version: int = 0) -> Engine:
-    """See `make_engine`."""
+def build(
+    bundle: Bundle, cfg: EngineConfig, *, slots: int, version: int = 0, updates: bool = True
+) -> Engine:  # fmt: skip
+    """See `make_engine`. updates: it will get new weights, for which vLLM leaves memory beside its own."""
     return make_engine(
-        bundle, slots=slots, version=version, kind=cfg.kind, options=options(cfg), device=device(cfg)
+        bundle,
+        slots=slots,
+        version=version,
+        kind=cfg.kind,
+        options=options(cfg, updates=updates),
+        device=device(cfg),
     )
 
 
 def build_classifier(
     model: Bundle | str | Path, cfg: EngineConfig, *, slots: int, chat: bool
 ) -> Classifier:  # fmt: skip
-    """See `make_classifier`."""
+    """See `make_classifier`. Its weights stay as they are."""
     return make_classifier(
-        model, slots=slots, chat=chat, kind=cfg.kind, options=options(cfg), device=device(cfg)
+        model,
+        slots=slots,
+        chat=chat,
+        kind=cfg.kind,
+        options=options(cfg, updates=False),
+        device=device(cfg),
     )

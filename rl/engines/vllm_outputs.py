@@ -52,6 +52,16 @@ def top_scores(flat: Any, n: int, top_k: int) -> Scores:
     )
 
 
+def next_scores(flat: Any, target: int, top_k: int) -> Scores | None:
+    """Scores of one token from the log-probs of the sampled one and the K best; None: it is neither."""
+    ids, logps = entries(flat, 1)
+    at = np.flatnonzero(ids[0] == target)
+    if not len(at):
+        return None
+    top = slice(1, 1 + top_k)
+    return Scores(logps=logps[0, at[:1]].copy(), top_ids=ids[:, top].copy(), top_logps=logps[:, top].copy())
+
+
 def full_scores(flat: Any, targets: Sequence[int], top_k: int, full: bool, temperature: float) -> Scores:
     """Scores of targets [T] from log-probs of the whole vocabulary at temperature 1, in any order.
 

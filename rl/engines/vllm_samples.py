@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.engines.vllm_room import Room, step
+
 
 @dataclass(eq=False, kw_only=True)
 class Sample:
@@ -17,7 +19,8 @@ class Sample:
     seed: int
     name: str = ""  # vLLM's; no other sample has it
     salt: str = ""  # of the prefix cache: what was computed under another is not reused
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens), in order
+    spans: list[list[int]] = field(default_factory=list)  # [version, tokens], in order
+    turn: asyncio.Future[bool] | None = None
     wanted: bool = True
     outdated: bool = False  # what it has is thrown away, and it begins anew
 
@@ -26,19 +29,24 @@ class Sample:
 
 
 class Turns:
-    """At most `n` samples at a time, in the order of their arrival.
+    """As many samples at a time as there is room for, in the order of their arrival: those of one prompt
+    start one after another, so that most find its keys and values in the cache.
 
     vLLM could queue them itself, but then those that wait would be bound to the weights of their arrival.
+    Where the room shrinks, what runs goes on, and nothing starts until enough has ended.
     """
 
-    def __init__(self, n: int) -> None:
-        self.free = n
-        self.queue: deque[tuple[Sample, asyncio.Future[bool]]] = deque()
+    def __init__(self, slots: int) -> None:
+        self.room = Room(slots=slots)
+        self.taken = 0
+        self.ended = 0  # since the last step
+        self.queue: deque[asyncio.Future[bool]] = deque()
 
     async def wait(self, sample: Sample) -> bool:
         """Until it is this sample's turn, which `release` ends; False: it was cut before that."""
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.queue.append((sample, turn))
+        sample.turn = turn
+        self.queue.append(turn)
         self._next()
         try:
             return await turn
@@ -48,20 +56,27 @@ class Turns:
             raise
 
     def release(self) -> None:
-        self.free += 1
+        self.taken -= 1
+        self.ended += 1
+        self._next()
+
+    def step(self, kv_use: float, lost: int) -> None:
+        """See `rl.engines.vllm_room.step`."""
+        full = bool(self.queue) and self.taken >= self.room.limit
+        self.room = step(self.room, kv_use=kv_use, lost=lost, ended=self.ended, full=full)
+        self.ended = 0
         self._next()
 
     def _next(self) -> None:
-        while self.queue and (self.free or self.queue[0][1].done()):
-            _, turn = self.queue.popleft()
-            if not turn.done():  # else its caller has gone
-                self.free -= 1
+        while self.queue and (self.queue[0].done() or self.taken < self.room.limit):
+            turn = self.queue.popleft()
+            if not turn.done():  # else its sample was cut, or its caller has gone
+                self.taken += 1
                 turn.set_result(True)
 
     def cut(self, sample: Sample) -> None:
-        for other, turn in self.queue:
-            if other is sample and not turn.done():
-                turn.set_result(False)
+        if sample.turn is not None and not sample.turn.done():
+            sample.turn.set_result(False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +98,7 @@ class Epochs:
 
     def __init__(self, version: int) -> None:
         self.past = [Epoch(since=float("-inf"), version=version, salt="0")]
+        self.emptied = float("-inf")  # when the cache was last
 
     @property
     def now(self) -> Epoch:
@@ -91,6 +107,7 @@ class Epochs:
     def begin(self, since: float, version: int, *, keep: bool) -> None:
         """keep: what is cached stays, out of reach of new prompts, as older weights computed it."""
         salt = str(int(self.now.salt) + 1) if keep else self.now.salt
+        self.emptied = self.emptied if keep else since
         self.past.append(Epoch(since=since, version=version, salt=salt))
         del self.past[:-64]  # outputs are late by seconds, not by 64 updates
 
@@ -101,47 +118,72 @@ class Epochs:
 class Tally:
     """Sees every output as it comes from vLLM's core, before those of one sample are put together."""
 
-    def __init__(self, version: int, outdated: Callable[[Sample], None]) -> None:
+    def __init__(self, version: int, turns: Turns, outdated: Callable[[Sample], None]) -> None:
         self.epochs = Epochs(version)
+        self.turns = turns
         self.live: dict[str, Sample] = {}  # that vLLM has, by their names
         self.outdated = outdated
         self.sampled_tokens = self.prompt_tokens = self.preemptions = 0
         self.kv_use = 0.0
+        self._lost = 0  # preemptions since the last step
 
     def attach(self, output_processor: Any) -> None:
         """vLLM tells the time of an output to its output processor alone, and nobody its weights (0.25)."""
         process, states = output_processor.process_outputs, output_processor.request_states
+        live = self.live
 
         def process_outputs(outputs: Sequence[Any], time: float, *args: Any, **kwargs: Any) -> Any:
+            epoch = self.epochs.at(time)
             for output in outputs:
                 state = states.get(output.request_id)
-                sample = None if state is None else self.live.get(state.external_req_id)
-                if sample is not None and output.new_token_ids:
-                    self._count(sample, len(output.new_token_ids), self.epochs.at(time))
+                sample = None if state is None else live.get(state.external_req_id)
+                if sample is None:
+                    continue
+                if output.events:
+                    self._look(output.events)
+                if output.new_token_ids:
+                    self._count(sample, len(output.new_token_ids), epoch)
             return process(outputs, time, *args, **kwargs)
 
         output_processor.process_outputs = process_outputs
 
     def _count(self, sample: Sample, n: int, epoch: Epoch) -> None:
-        if not sample.spans and epoch.salt != sample.salt and not sample.outdated:
+        spans = sample.spans
+        if not spans and epoch.salt != sample.salt and not sample.outdated:
             # It was with vLLM during an update that kept the cache: older weights may have read its prompt.
             sample.outdated = True
             self.outdated(sample)
         if not sample.outdated:
             self.sampled_tokens += n
-        if sample.spans and sample.spans[-1][0] == epoch.version:
-            n += sample.spans.pop()[1]
-        sample.spans.append((epoch.version, n))
+        if spans and spans[-1][0] == epoch.version:
+            spans[-1][1] += n
+        else:
+            spans.append([epoch.version, n])
+
+    def _look(self, events: Sequence[Any]) -> None:
+        """vLLM tells of a preemption with the sample's next token; and where the cache is emptied, it calls
+        that a preemption of all."""
+        for event in events:
+            if event.type.name == "PREEMPTED" and event.timestamp > self.epochs.emptied:
+                self.preemptions += 1
+                self._lost += 1
 
     # As one of vLLM's loggers of statistics
+
+    @staticmethod
+    def alone(llm: Any) -> None:
+        """Take vLLM's own statistics of each token away, with Prometheus' histograms of them: some 5 µs each.
+        What its scheduler says still comes. To be called before the first request."""
+        llm.log_stats = llm.output_processor.log_stats = False
+        del llm.logger_manager.stat_loggers[1:]
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
             self.kv_use = float(scheduler_stats.kv_cache_usage)
-        if iteration_stats is not None:
-            self.preemptions += int(iteration_stats.num_preempted_reqs)
+            self.turns.step(self.kv_use, self._lost)
+            self._lost = 0
 
     def log(self) -> None: ...
 

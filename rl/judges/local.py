@@ -45,7 +45,7 @@ class LocalJudge:
                     return
                 except RuntimeError:  # a step of it raised
                     await self.stop()
-            engine = build(self.bundle, self.cfg.engine, slots=self.cfg.slots)
+            engine = build(self.bundle, self.cfg.engine, slots=self.cfg.slots, updates=False)
             await engine.start()
             self._engine = engine
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from models.attention import make_layout, packed_attention
+from models.checksum import checksums
 from models.config import ModelConfig
 from models.transformer import Transformer
-from models.weights import checksums
 from rl.engines.base import Engine, PauseMode
 from rl.types import Completion, SamplingParams
 
@@ -160,6 +160,23 @@ class EngineContract:
         assert {int(c.tokens[-1]) for c in out if c.finish == "stop"} == {9, 10}
 
     @with_engine
+    async def test_o074_a_stop_token_in_the_last_place_is_a_stop_and_no_cut(self, engine, model):
+        out = await collect(engine, PROMPT, replace(FREE, max_tokens=1, stop_ids=tuple(range(12))), range(24))
+        assert {c.finish for c in out} == {"stop", "length"}
+        assert all((c.finish == "stop") == (c.tokens[0] < 12) for c in out)
+
+    @with_engine
+    async def test_o076_the_gap_to_a_plain_forward_pass_is_far_below_a_thousandth_in_float32(
+        self, engine, model
+    ):
+        gaps = [
+            c.logps - plain_token_logp(model, PROMPT, c.tokens.tolist())
+            for c in await collect(engine, PROMPT, LONG, range(SLOTS))
+        ]
+        gap = np.abs(np.concatenate(gaps))
+        assert np.sqrt((gap**2).mean()) < 1e-5 and np.quantile(gap, 0.95) < 2e-5
+
+    @with_engine
     async def test_the_samples_of_a_prompt_share_its_prefill(self, engine, model):
         prompt, before = [i % 23 for i in range(200)], engine.stats()
         await collect(engine, prompt, FREE, range(SLOTS))
@@ -288,6 +305,31 @@ class EngineContract:
             assert report.version == version
             assert report.checksums == checksums(model.state_dict())
             close(np.array(report.probe), plain_token_logp(model, PROBE[:1], PROBE[1:]))
+
+    @with_engine
+    async def test_o072_updates_with_the_same_weights_change_nothing(self, engine, model):
+        weights, before = state(model), await engine.report()
+        expected = await collect(engine, PROMPT, FREE, range(SLOTS))
+        for version in range(1, 21):
+            assert (await engine.update(version, weights)).checksums == before.checksums
+        for a, b in zip(expected, await collect(engine, PROMPT, FREE, range(SLOTS)), strict=True):
+            assert same_tokens(a, b) and (b.versions == 20).all()
+            np.testing.assert_allclose(a.logps, b.logps, atol=1e-6)
+
+    @with_engine
+    async def test_o073_an_update_of_the_head_alone_is_followed_by_what_is_sampled_and_scored(
+        self, engine, model
+    ):
+        await collect(engine, PROMPT, FREE, range(2))
+        model.load_state_dict(
+            {n: p if n.startswith("model.layers") else p * 1.5 for n, p in model.state_dict().items()}
+        )
+        await engine.update(1, state(model))
+        for c in await collect(engine, PROMPT, FREE, range(4)):
+            expected = plain_token_logp(model, PROMPT, c.tokens.tolist())
+            close(c.logps, expected)
+            [scores] = await engine.score([[*PROMPT, *c.tokens.tolist()]], [len(PROMPT)])
+            close(scores.logps, expected)
 
     @with_engine
     async def test_one_corrupted_number_shows_in_the_checksum_of_its_tensor_alone(self, engine, model):
@@ -486,6 +528,21 @@ class EngineContract:
         scores = await engine.score([[*PROMPT, *c.tokens.tolist()] for c in out], [len(PROMPT)] * 5)
         for c, s in zip(out, scores, strict=True):
             close(c.logps, s.logps)
+
+    @with_engine
+    async def test_o075_scores_do_not_depend_on_what_was_read_before(self, engine, model):
+        """A prompt of which the cache has some blocks is scored at those positions too."""
+        ids = [i * 7 % 23 for i in range(100)]
+        expected = plain_token_logp(model, ids[:1], ids[1:])
+        for _ in range(2):
+            [scores] = await engine.score([ids], [1], top_k=2)
+            close(scores.logps, expected)
+        await collect(engine, ids[:80], FREE, range(2))
+        both = await engine.score([ids, [*ids[:70], 5, 6]], [1, 1])
+        close(both[0].logps, expected)
+        close(both[1].logps[:69], expected[:69])
+        [last] = await engine.score([ids], [99])
+        close(last.logps, expected[-1:])
 
     @pytest.mark.parametrize(
         "sequences, starts, how, names",

@@ -25,6 +25,7 @@ from tests.engines.contract import (
     until,
 )
 from tests.engines.contract import build as build_any
+from tests.engines.contract_parcels import ParcelContract
 
 CFG = ModelConfig(
     vocab_size=23, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_len=64
@@ -63,7 +64,7 @@ def host():
     return TorchHost()
 
 
-class TestTorch(EngineContract):
+class TestTorch(EngineContract, ParcelContract):
     pass
 
 

@@ -16,9 +16,11 @@ pytest.importorskip("vllm")
 import psutil
 
 from models.attention import make_layout, packed_attention
-from models.weights import checksums, save_folder
+from models.checksum import checksums
+from models.weights import save_folder
 from rl.engines.vllm import VllmEngine
 from rl.engines.vllm_args import VllmOptions, cache_bytes
+from rl.wire.parcel import choose
 from tests.engines.contract import (
     CFG,
     FREE,
@@ -34,8 +36,10 @@ from tests.engines.contract import (
     state,
     until,
 )
+from tests.engines.contract_parcels import ParcelContract, posted, proven, whole
 
 pytestmark = pytest.mark.slow
+SHARE = 0.2  # of a GPU: several engines live at the same time
 PATIENCE = 600  # seconds; vLLM may start beside other work
 
 
@@ -51,7 +55,9 @@ class VllmHost:
 
     async def engine(self, model, version=0):
         if self.made is None:
-            self.made = VllmEngine(CFG, state(build(seed=7)), max_slots=SLOTS, probe_ids=PROBE)
+            self.made = VllmEngine(
+                CFG, state(build(seed=7)), max_slots=SLOTS, probe_ids=PROBE, options=VllmOptions(memory=SHARE)
+            )
             await self.made.start()
         await self.made.update(version, state(model), mode="wait")
         return self.made
@@ -87,12 +93,28 @@ def children() -> set[int]:
     return {p.pid for p in found if "resource_tracker" not in " ".join(p.cmdline())}
 
 
-class TestVllm(EngineContract):
+class TestVllm(EngineContract, ParcelContract):
     pass
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_memory_of_the_same_gpu_is_read_where_it_lies(host):
+    async def main():
+        engine = await host.engine(build())
+        place = await engine.place()
+        post = posted(0, 0, "cuda:0")
+        assert choose("auto", post.place(), place) == "ipc"
+        parcel = post.mapped()
+        for version, seed in ((1, 1), (2, 5)):
+            post.pack(version, whole(seed))
+            await proven(engine, version, seed, await engine.update(version, parcel))
+
+    host.run(main())
+
+
 async def started(cfg, model, **how) -> VllmEngine:
-    engine = VllmEngine(cfg, state(model), max_slots=4, **how)
+    options = replace(how.pop("options", VllmOptions()), memory=SHARE, compile=False)
+    engine = VllmEngine(cfg, state(model), max_slots=4, options=options, **how)
     await engine.start()
     return engine
 
@@ -156,6 +178,9 @@ def test_samples_that_lose_their_cache_to_others_go_on_where_they_were():
 
     async def main():
         engine = await started(CFG, model, options=VllmOptions(cache_bytes=room))
+        assert [len(c.tokens) for c in await collect(engine, PROMPT, LONG, range(4))] == [400] * 4
+        assert engine.stats().slots == 2 and engine.stats().preemptions == 0
+        engine._turns.room = replace(engine._turns.room, tried=4)
         task, most = asyncio.create_task(collect(engine, PROMPT, LONG, range(4))), 0.0
         while not task.done():
             most = max(most, engine.stats().kv_use)
@@ -163,6 +188,7 @@ def test_samples_that_lose_their_cache_to_others_go_on_where_they_were():
         for c in await task:
             close(c.logps, plain_token_logp(model, PROMPT, c.tokens.tolist()))
         assert engine.stats().preemptions > 0 and 0.8 < most <= 1
+        assert engine.stats().slots < 4
         await engine.stop()
 
     run(main())
@@ -177,7 +203,9 @@ def test_samples_that_lose_their_cache_to_others_go_on_where_they_were():
 )
 def test_what_vllm_cannot_serve_fails_at_start_and_leaves_no_process(none_left, cfg, options, error, says):
     async def main():
-        engine = VllmEngine(cfg, state(build(cfg)), max_slots=4, options=options)
+        engine = VllmEngine(
+            cfg, state(build(cfg)), max_slots=4, options=replace(options, memory=SHARE, compile=False)
+        )
         with pytest.raises(error, match=says):
             await engine.start()
         with pytest.raises(RuntimeError, match="not started"):
@@ -189,7 +217,9 @@ def test_what_vllm_cannot_serve_fails_at_start_and_leaves_no_process(none_left, 
 
 def test_a_start_that_is_given_up_leaves_no_process(none_left):
     async def main():
-        engine = VllmEngine(CFG, state(build()), max_slots=4)
+        engine = VllmEngine(
+            CFG, state(build()), max_slots=4, options=VllmOptions(memory=SHARE, compile=False)
+        )
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.start(), 2)
 
@@ -202,7 +232,9 @@ def test_a_folder_is_served_as_it_is_in_its_own_dtype(tmp_path):
     save_folder(tmp_path, model, cfg)
 
     async def main():
-        engine = VllmEngine(cfg, tmp_path, max_slots=4, probe_ids=PROBE)
+        engine = VllmEngine(
+            cfg, tmp_path, max_slots=4, probe_ids=PROBE, options=VllmOptions(memory=SHARE, compile=False)
+        )
         await engine.start()
         report = await engine.report()
         assert report.checksums == checksums(model.state_dict())
@@ -272,7 +304,7 @@ from tests.engines.contract import CFG, build, state
 from rl.engines.vllm import VllmEngine
 
 async def main():
-    engine = VllmEngine(CFG, state(build()), max_slots=4)
+    engine = VllmEngine(CFG, state(build()), max_slots=4, options=VllmOptions(memory=SHARE, compile=False))
     await engine.start()
     print("pids", *(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
     await asyncio.sleep(600)

@@ -1,6 +1,7 @@
 """The parts of the vLLM engine that need no vLLM: turns, versions, and reading its outputs."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from models.config import ModelConfig
 from rl.engines.vllm_args import VllmOptions, cache_bytes, engine_args, environment
 from rl.engines.vllm_outputs import completion, full_scores, no_scores, top_scores
+from rl.engines.vllm_room import SET_ASIDE, Room
 from rl.engines.vllm_samples import Epochs, Sample, Tally, Turns
 
 
@@ -34,7 +36,7 @@ def test_turns_come_in_the_order_of_arrival_and_never_more_than_n_at_a_time():
             turns.release()
 
         await asyncio.gather(*(one(i) for i in range(7)))
-        assert (order, most, turns.free) == (list(range(7)), 2, 2)
+        assert (order, most, turns.taken) == (list(range(7)), 2, 0)
 
     asyncio.run(main())
 
@@ -50,7 +52,7 @@ def test_a_cut_sample_gets_no_turn_and_the_next_one_gets_it():
         turns.release()
         assert await waiting[1] is True
         turns.release()
-        assert turns.free == 1 and not turns.queue
+        assert turns.taken == 0 and not turns.queue
 
     asyncio.run(main())
 
@@ -69,6 +71,49 @@ def test_a_caller_that_goes_away_keeps_no_turn(had_its_turn):
         if not had_its_turn:
             turns.release()
         assert await turns.wait(sample(2))
+
+    asyncio.run(main())
+
+
+def test_where_the_room_shrinks_what_runs_goes_on_and_fewer_start():
+    async def main():
+        turns = Turns(4)
+        first = [sample(i) for i in range(4)]
+        assert all([await turns.wait(s) for s in first])
+        later = [asyncio.create_task(turns.wait(sample(i))) for i in range(4, 8)]
+        await asyncio.sleep(0)
+        turns.room = Room(slots=4, blocks=SET_ASIDE + 2, need=1)
+        for _ in range(2):
+            turns.release()
+        await asyncio.sleep(0)
+        assert turns.taken == 2 and not any(t.done() for t in later)
+        turns.release()
+        await asyncio.sleep(0)
+        assert [t.done() for t in later] == [True, False, False, False]
+        turns.room = replace(turns.room, tried=3)
+        turns.step(0.5, 0)
+        await asyncio.sleep(0)
+        assert [t.done() for t in later] == [True, True, False, False] and turns.taken == 3
+        for _ in range(3):
+            turns.release()
+        await asyncio.sleep(0)
+        assert all(t.done() for t in later)
+
+    asyncio.run(main())
+
+
+def test_samples_of_one_prompt_start_before_those_of_a_later_one():
+    async def main():
+        turns, order = Turns(3), []
+
+        async def one(prompt: str) -> None:
+            assert await turns.wait(sample())
+            order.append(prompt)
+            await asyncio.sleep(0.001)
+            turns.release()
+
+        await asyncio.gather(*(one(prompt) for prompt in "aaaabbbbcccc"))
+        assert "".join(order) == "aaaabbbbcccc"
 
     asyncio.run(main())
 
@@ -92,6 +137,10 @@ def test_many_updates_are_remembered_in_part_and_the_last_ones_rightly():
     assert [epochs.at(v + 0.5).version for v in (990, 998, 999)] == [990, 998, 999]
 
 
+def tally_of(said: list[Sample], turns: Turns | None = None) -> Tally:
+    return Tally(0, turns or Turns(8), said.append)
+
+
 def processor(*samples: Sample):
     """Stands for vLLM's: it knows its requests, and what it is given."""
     given = []
@@ -103,13 +152,15 @@ def processor(*samples: Sample):
     )
 
 
-def output(s: Sample, n: int):
-    return SimpleNamespace(request_id=f"{s.name}-x", new_token_ids=[1] * n)
+def output(s: Sample, n: int, *preempted: float):
+    """preempted: the times."""
+    events = [SimpleNamespace(type=SimpleNamespace(name="PREEMPTED"), timestamp=t) for t in preempted]
+    return SimpleNamespace(request_id=f"{s.name}-x", new_token_ids=[1] * n, events=events or None)
 
 
 def test_tokens_are_counted_per_version_and_outputs_are_passed_on_untouched():
     said = []
-    tally, one, other = Tally(0, said.append), sample(name="a", salt="0"), sample(name="b", salt="0")
+    tally, one, other = tally_of(said), sample(name="a", salt="0"), sample(name="b", salt="0")
     tally.live = {"a": one, "b": other}
     core = processor(one, other)
     tally.attach(core)
@@ -117,8 +168,8 @@ def test_tokens_are_counted_per_version_and_outputs_are_passed_on_untouched():
     tally.epochs.begin(2.0, 1, keep=True)
     late = [output(one, 2)]
     core.process_outputs(late, 1.9, None, weight_version="v")
-    core.process_outputs([output(one, 1), SimpleNamespace(request_id="gone", new_token_ids=[1])], 2.1)
-    assert one.spans == [(0, 3), (1, 1)] and other.spans == [(0, 1)] and not said
+    core.process_outputs([output(one, 1), output(sample(name="gone"), 1)], 2.1)
+    assert one.spans == [[0, 3], [1, 1]] and other.spans == [[0, 1]] and not said
     assert tally.sampled_tokens == 5
     assert core.given[1] == (late, 1.9, (None,), {"weight_version": "v"})
 
@@ -127,7 +178,7 @@ def test_tokens_are_counted_per_version_and_outputs_are_passed_on_untouched():
 def test_a_sample_that_was_submitted_before_an_update_and_begins_after_it_begins_anew(keep):
     """Unless the update emptied the cache, from which older weights' keys could come."""
     said = []
-    tally, late, early = Tally(0, said.append), sample(name="a", salt="0"), sample(name="b", salt="0")
+    tally, late, early = tally_of(said), sample(name="a", salt="0"), sample(name="b", salt="0")
     tally.live = {"a": late, "b": early}
     core = processor(late, early)
     tally.attach(core)
@@ -139,6 +190,22 @@ def test_a_sample_that_was_submitted_before_an_update_and_begins_after_it_begins
     assert tally.sampled_tokens == (2 if keep else 4)
     late.begin("c", tally.epochs.now.salt)
     assert (late.spans, late.outdated) == ([], False)
+
+
+def test_a_preemption_cuts_the_room_and_an_emptied_cache_does_not():
+    """vLLM says of both that samples were preempted, with the next token of each."""
+    turns, one = Turns(8), sample(name="a", salt="0")
+    turns.room = Room(slots=8, blocks=20, need=5, tried=8)
+    tally = tally_of([], turns)
+    tally.live = {"a": one}
+    core = processor(one)
+    tally.attach(core)
+    tally.epochs.begin(2.0, 1, keep=False)
+    for event, preemptions, limit in ((1.5, 0, 8), (2.0, 0, 8), (2.5, 1, 6), (2.6, 2, 6)):
+        core.process_outputs([output(one, 1, event)], 3.0)
+        tally.record(SimpleNamespace(kv_cache_usage=0.7), None)
+        assert (tally.preemptions, turns.room.limit, tally.kv_use) == (preemptions, limit, 0.7)
+    assert one.spans == [[1, 4]]
 
 
 # ── Outputs ─────────────────────────────────────────────────────────────────────
@@ -163,7 +230,7 @@ def finished(tokens, logprobs, reason):
 
 
 def test_a_completion_has_tokens_log_probs_and_versions_of_one_length():
-    s = sample(name="a", spans=[(3, 2), (4, 1)])
+    s = sample(name="a", spans=[[3, 2], [4, 1]])
     c = completion(
         s, finished([5, 6, 7], flat([([5], [-1.0]), ([6], [-2.0]), ([7], [-3.0])]), "stop"), greedy=False
     )
@@ -173,10 +240,21 @@ def test_a_completion_has_tokens_log_probs_and_versions_of_one_length():
     assert len(empty.tokens) == len(empty.logps) == len(empty.versions) == 0 and empty.finish == "abort"
 
 
+@pytest.mark.parametrize("tokens, reason", [([5, 2], "length"), ([5, 6], "stop")])
+def test_o074_how_an_answer_ended_is_what_the_engine_says_and_not_its_last_token(tokens, reason):
+    """2 ends answers: the first was cut although it is there, the second was stopped by something else."""
+    c = completion(
+        sample(name="a", spans=[[0, 2]]),
+        finished(tokens, flat([([t], [-1.0]) for t in tokens]), reason),
+        greedy=False,
+    )
+    assert c.finish == reason
+
+
 def test_what_does_not_add_up_is_an_error():
     with pytest.raises(RuntimeError, match="1 had passed"):
         completion(
-            sample(name="a", spans=[(0, 1)]),
+            sample(name="a", spans=[[0, 1]]),
             finished([5, 6], flat([([5], [-1.0]), ([6], [-2.0])]), "stop"),
             greedy=False,
         )
@@ -206,7 +284,8 @@ def test_scores_at_another_temperature_are_those_of_the_logits_divided_by_it():
     np.testing.assert_allclose(s.full, expected, rtol=1e-5)
     np.testing.assert_allclose(s.logps, expected[range(4), targets], rtol=1e-5)
     assert s.top_ids.tolist() == order[:, :3].tolist()
-    assert no_scores(9, 3, True).full.shape == (0, 9)
+    none = no_scores(9, 3, True)
+    assert none.full is not None and none.full.shape == (0, 9)
 
 
 # ── Arguments ───────────────────────────────────────────────────────────────────
@@ -221,7 +300,9 @@ def test_arguments_leave_room_for_the_token_that_scoring_samples_and_for_the_pro
     assert (args["max_model_len"], args["max_num_seqs"]) == (65, 9)
     assert args["logprobs_mode"] == "processed_logprobs" and args["max_logprobs"] == -1
     assert args["kv_cache_memory_bytes"] == cache_bytes(CFG, 8, 65) >= 9 * 65 * 2 * 2 * 32 * 4
-    gpu = engine_args(CFG, "folder", "cuda", 8, 64, VllmOptions(memory=0.3, tensor_parallel=2, compile=False))
+    total = 10**11
+    options = VllmOptions(memory=0.3, tensor_parallel=2, compile=False, updates=False)
+    gpu = engine_args(CFG, "folder", "cuda", 8, 64, options, total=total)
     assert (gpu["gpu_memory_utilization"], gpu["tensor_parallel_size"], gpu["enforce_eager"]) == (
         0.3,
         2,

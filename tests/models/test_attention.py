@@ -1,9 +1,13 @@
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.attention import attention_backend, make_layout, packed_attention
+from models.attention import attention_backend, choose_attention, make_layout, packed_attention
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -58,13 +62,117 @@ def test_impossible_layouts_are_refused(lengths, total, names):
 
 def test_cpu_pads():
     assert attention_backend("cpu", torch.bfloat16) == "padded"
+    assert choose_attention("auto", "cpu", torch.bfloat16) == "padded"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_varlen_equals_the_block_causal_mask():
-    lengths = [5, 17, 1, 40]
-    q, k, v = (torch.randn(63, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
-    assert attention_backend(q.device, q.dtype) == "varlen"
-    o = packed_attention(q, k, v, make_layout(lengths, "cuda"))
-    expected = masked_attention(q.cpu(), k.cpu(), v.cpu(), lengths)
+@pytest.mark.parametrize(
+    "asked, names",
+    [("fa4", "wants CUDA"), ("varlen", "not cpu and float32"), ("sdpa", "want auto or one of")],
+)
+def test_an_attention_that_cannot_run_is_refused_with_the_reason(asked, names):
+    with pytest.raises(ValueError, match=names):
+        choose_attention(asked, "cpu", torch.float32)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("models.attention._installed", lambda module: False)
+    assert choose_attention("auto", "cuda", torch.bfloat16) == "varlen"
+    with pytest.raises(ValueError, match="flash-attn-4"):
+        choose_attention("fa4", "cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match="flash-attn; ask for auto"):
+        choose_attention("flash", "cuda", torch.bfloat16)
+
+
+CUDA = ["varlen", "flash", "fa4"] if torch.cuda.is_available() else []
+
+
+@pytest.mark.parametrize("backend", CUDA)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernels_equal_the_padded_batch_with_their_gradients(backend, size, shared):
+    try:
+        choose_attention(backend, "cuda", torch.bfloat16)
+    except ValueError as why:
+        pytest.skip(str(why))
+    lengths, after = [5, 17, 1, 300], [None, 0, 0, None] if shared else None
+    q, k, v = (torch.randn(323, n, size, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
+    own = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().cpu().double().requires_grad_() for x in own]
+    o = packed_attention(*own, make_layout(lengths, "cuda", after=after), backend)
+    expected = packed_attention(*exact, make_layout(lengths, after=after), "padded")
     torch.testing.assert_close(o.double().cpu(), expected, atol=2e-2, rtol=0)
+    o.float().square().sum().backward()
+    expected.square().sum().backward()
+    for x, y in zip(own, exact, strict=True):
+        assert (x.grad.cpu().double() - y.grad).norm() < 2e-2 * y.grad.norm()
+
+
+def scores(q, k):
+    """[N, n, m] of n queries and m keys that end together."""
+    score = torch.einsum("inh,jnh->nij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
+    hidden = torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool()
+    return (score / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
+
+
+def installed_fa4(monkeypatch):
+    """A module in place of FlashAttention 4, with the two functions that are called, on the CPU."""
+
+    def lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        n, m = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        assert max(n) <= max_seqlen_q and max(m) <= max_seqlen_k
+        return n, m
+
+    def forward(q, k, v, *, causal, return_lse, **cu):
+        assert causal and return_lse
+        n, m = lengths(**cu)
+        parts = [scores(*x) for x in zip(q.split(n), k.split(m), strict=True)]
+        o = [
+            torch.einsum("nij,jnh->inh", s.softmax(-1), x.repeat_interleave(len(s) // x.shape[1], 1))
+            for s, x in zip(parts, v.split(m), strict=True)
+        ]
+        return torch.cat(o), torch.cat([s.logsumexp(-1) for s in parts], 1), None, None, None
+
+    def backward(q, k, v, o, do, lse, *, causal, **cu):
+        """FlashAttention's equations, from the saved output and log-sum-exp."""
+        assert causal
+        n, m = lengths(**cu)
+        parts = (q.split(n), k.split(m), v.split(m), o.split(n), do.split(n), lse.split(n, 1))
+        grads = []
+        for q, k, v, o, do, lse in zip(*parts, strict=True):
+            group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+            p = (scores(q, k) - lse[..., None]).exp()
+            dp = torch.einsum("inh,jnh->nij", do, v.repeat_interleave(group, 1))
+            ds = scale * p * (dp - (do * o).sum(-1).T[..., None])
+            dq = torch.einsum("nij,jnh->inh", ds, k.repeat_interleave(group, 1))
+            dk, dv = torch.einsum("nij,inh->jnh", ds, q), torch.einsum("nij,inh->jnh", p, do)
+            grads.append((dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))))
+        return tuple(torch.cat(x) for x in zip(*grads, strict=True))
+
+    interface: Any = ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fa4_is_one_operation_in_the_graph_with_its_own_backward(monkeypatch, compiled):
+    installed_fa4(monkeypatch)
+    torch._dynamo.reset()
+
+    def attend(q, k, v, layout):
+        return packed_attention(2 * q, k, v, layout, "fa4").square()
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    rows = [([4, 6], None), ([3, 1, 6], None), ([2, 8, 3, 9], None), ([4, 3, 5, 2], [None, 0, 0, None])]
+    for lengths, after in rows:
+        own = [torch.randn(sum(lengths), n, 8).requires_grad_() for n in (4, 2, 2)]
+        exact = [x.detach().clone().requires_grad_() for x in own]
+        layout = make_layout(lengths, after=after)
+        got = run(*own, layout)
+        expected = packed_attention(2 * exact[0], exact[1], exact[2], layout, "padded").square()
+        torch.testing.assert_close(got, expected)
+        weight = torch.randn_like(got)
+        grads = (torch.autograd.grad(y, x, weight) for y, x in ((got, own), (expected, exact)))
+        for g, e in zip(*grads, strict=True):
+            torch.testing.assert_close(g, e)

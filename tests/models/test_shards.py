@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from models.config import ModelConfig
-from models.shards import FUSED, add_checksums, fuse, piece_checksum, pieces, unfuse
+from models.checksum import add_checksums, piece_checksums
+from models.shards import FUSED, fuse, pieces, unfuse
 from models.transformer import Transformer
-from models.weights import checksums, expected_shapes
+from models.checksum import checksums
+from models.weights import expected_shapes
 
 LLAMA = ModelConfig(vocab_size=70, d_model=16, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=4, d_ff=24)
 FAMILIES = [
@@ -68,7 +70,7 @@ def test_the_pieces_of_all_ranks_cover_every_tensor_and_their_checksums_add_up(c
         for name, piece in held.items():
             assert tuple(piece.of(state[name]).shape) == piece.shape
             piece.of(seen[name]).add_(int(piece.counted))
-        shares.append({n: piece_checksum(piece.of(state[n]), piece) for n, piece in held.items()})
+        shares.append(piece_checksums({n: piece.of(state[n]) for n, piece in held.items()}, held))
     assert all((count == 1).all() for count in seen.values())
     assert add_checksums(shares) == checksums(state)
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from models.config import ModelConfig
 from models.tokenizer import char_tokenizer, load_tokenizer
 from models.transformer import Transformer
-from models.weights import checksum, checksums, load_folder, save_folder
+from models.checksum import checksum, checksums
+from models.weights import load_folder, save_folder
 
 TIED = ModelConfig(vocab_size=12, d_model=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12)
 UNTIED = replace(TIED, tie_embeddings=False, family="qwen2", qkv_bias=True)
@@ -200,6 +201,6 @@ def test_checksum_does_not_depend_on_strides_chunks_or_the_container(monkeypatch
     array = x.numpy().copy()
     array.flags.writeable = False
     assert checksum(array) == whole
-    monkeypatch.setattr("models.weights.CHUNK", 7)
+    monkeypatch.setattr("models.checksum.CHUNK", 7)
     assert checksum(x) == whole
     assert checksums({"x": x, "y": np.zeros(3, np.float32)}) == {"x": whole, "y": 0}

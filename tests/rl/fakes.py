@@ -24,6 +24,7 @@ from rl.rewards.producers import Pooled
 from rl.roles import Local, Pool, Roles, TrainerGroup
 from rl.sync import Manifest
 from rl.types import Completion, Prompt, SampleMeta, Score, Verdict
+from rl.wire.parcel import Place
 
 
 def small(steps=6, prompts=3, samples=2, **sections) -> Config:
@@ -46,8 +47,12 @@ class FakeSampler:
     aborted: set[str] = field(default_factory=set)
     text: str = "x"
     corrupt_at: int = -1  # version at which it loses a tensor
+    name: str = "sampler-0"
 
     async def start(self) -> None: ...
+
+    async def place(self):
+        return Place()
 
     async def generate(self, prompt_ids, seeds, request_id):
         self.calls += 1
@@ -60,7 +65,12 @@ class FakeSampler:
         versions = np.array([first, self.version], np.int32)
         sample = Completion(tokens=np.array([1, 2]), logps=np.zeros(2), versions=versions, finish=finish)
         meta = SampleMeta(
-            text=self.text, n_tokens=2, finish=finish, version_min=first, version_max=self.version
+            text=self.text,
+            n_tokens=2,
+            finish=finish,
+            version_min=first,
+            version_max=self.version,
+            engine=self.name,
         )
         return [meta] * len(seeds), GroupTokens(np.array(prompt_ids), (sample,) * len(seeds))
 
@@ -96,6 +106,8 @@ class FakeTrainer:
     version: int = 0
     ages: list[int] = field(default_factory=list)
     lessons: list = field(default_factory=list)
+    packed: int = -1  # version of the published weights
+    sampled: set[int] = field(default_factory=set)  # versions of all trained tokens
 
     async def rendezvous(self):
         return "127.0.0.1", 0
@@ -114,13 +126,22 @@ class FakeTrainer:
                     "a token older than the bound was trained"
                 )
                 self.ages += ages.tolist()
+                self.sampled |= set(sample.versions.tolist())
         self.lessons += errand.lessons
         self.version += 1
         return {"loss/total": 0.0}
 
     async def publish(self):
-        weights = {"a": 100 + self.version}
-        return Manifest(version=self.version, checksums=weights, probe=(0.0,)), weights
+        self.packed = self.version
+
+    async def place(self):
+        return Place()
+
+    async def manifest(self):
+        return Manifest(version=self.packed, checksums={"a": 100 + self.packed}, probe=(0.0,))
+
+    async def arrays(self):
+        return 8, {"a": 100 + self.packed}
 
     async def save(self, path):
         (Path(path) / "weights").write_text(str(self.version))

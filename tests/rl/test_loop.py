@@ -132,7 +132,8 @@ def test_a_corrupted_tensor_stops_the_run_within_one_step_and_is_named(tmp_path)
     trainer = FakeTrainer(2)
     with pytest.raises(SyncError, match="sampler-0 holds other weights than version 3 .*: a"):
         finish(make_loop(tmp_path, small(steps=9), FakeSampler(corrupt_at=3), trainer))
-    assert trainer.version == 3  # the step that published them was the last
+    assert 3 not in trainer.sampled  # nothing that the wrong weights made was trained
+    assert trainer.version <= 4
 
 
 def test_a_replica_that_fails_or_hangs_is_named(tmp_path):

@@ -396,13 +396,24 @@ def test_teachers_of_one_mixture_must_score_the_same_tokens():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c.values())))
-def test_the_loss_is_one_graph(case):
+@pytest.mark.parametrize("fuse", [False, True])
+def test_the_loss_is_one_graph(case, fuse, monkeypatch):
     cfg = config(**case)
     (micro,) = whole(batch(cfg))
-    model, loss = fresh_model(), make_objective(cfg).loss
+    model, graphs = fresh_model(), []
     hidden = model(micro.ids, micro.layout.positions, attend_packed(micro.layout))[micro.select].detach()
+    expected, _ = make_objective(cfg, fuse=fuse).loss(hidden, model.head, micro, Survey())
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def compiled(function, **how):
+        return torch_compile(function, **{**how, "fullgraph": True, "backend": counted})
+
     torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="eager")
-    expected, _ = loss(hidden, model.head, micro, Survey())
-    got, _ = compiled(hidden, model.head, micro, Survey())
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compiled)
+    got, _ = make_objective(cfg, fuse=fuse, compile=True).loss(hidden, model.head, micro, Survey())
     torch.testing.assert_close(got, expected)
+    assert len(graphs) == 1

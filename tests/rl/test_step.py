@@ -18,7 +18,16 @@ from rl.config import ConfigError, Correction, Loss, Teacher
 from rl.lessons import Rated, make_lessons
 from rl.objective import describe, make_objective
 from rl.packing import plan_micros, plan_ranks
-from rl.step import TrainState, learning_rate, make_optimizer, train_step
+from rl.step import (
+    TrainState,
+    accumulate,
+    begin,
+    finish,
+    learning_rate,
+    make_optimizer,
+    train_step,
+)
+from rl.terms import separable, unstreamable
 from rl.types import Completion, Scores
 
 MODEL = ModelConfig(
@@ -207,6 +216,8 @@ def test_an_empty_micro_batch_adds_nothing():
     assert_same(expected, got)
 
 
+FUSED = replace(EVERYTHING, loss=replace(EVERYTHING.loss, distill=0.0), correction=Correction(weight="tis"))
+FUSED = replace(FUSED, loss=replace(FUSED.loss, form="reinforce"))
 SURVEYED = replace(
     EVERYTHING,
     loss=replace(EVERYTHING.loss, form="kl_cov", cov_ratio=0.3),
@@ -233,7 +244,7 @@ def _rank(rank, folder, config):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, SURVEYED], ids=["plain", "surveyed"])
+@pytest.mark.parametrize("config", [EVERYTHING, FUSED, SURVEYED], ids=["plain", "fused", "surveyed"])
 def test_o080_two_ranks_have_the_gradient_its_norm_and_the_metrics_of_one(tmp_path, config):
     expected, metrics = gradients(whole(make_groups(n_groups=5)), config)
     mp.spawn(_rank, args=(str(tmp_path), config), nprocs=2)
@@ -241,6 +252,96 @@ def test_o080_two_ranks_have_the_gradient_its_norm_and_the_metrics_of_one(tmp_pa
     assert_same(expected, full)
     for name, value in metrics.items():
         assert rank_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def streamed(micros, config, scale=1.0):
+    """Of the micro-batches one after another, as `gradients`."""
+    cfg = replace(config.trainer, clip_grad=0.0)
+    model, objective = fresh_model(), make_objective(config)
+    pending = begin(TrainState(model=model, optimizer=make_optimizer(model, cfg), version=0))
+    for micro in micros:
+        pending = accumulate(pending, micro, objective)
+    state, metrics = finish(pending, cfg, scale=scale)
+    assert state.version == 1
+    return {n: p.grad.clone() for n, p in model.named_parameters()}, metrics
+
+
+def unnormalised(micro, count):
+    """As if nobody had counted the tokens yet."""
+    teachers = {k: replace(t, weight=count * t.weight) for k, t in micro.teachers.items()}
+    return replace(micro, weight={k: count * w for k, w in micro.weight.items()}, teachers=teachers)
+
+
+@pytest.mark.parametrize("config", [EVERYTHING, FUSED], ids=["plain", "fused"])
+def test_micro_batches_may_stream_in_any_order_and_be_counted_at_the_end(config):
+    assert separable(config) == (config is FUSED) and not unstreamable(config)
+    micros, count = split(make_groups(), 1, 40), 137.0
+    expected, metrics = gradients(micros, config)
+    order = torch.randperm(len(micros), generator=torch.Generator().manual_seed(3)).tolist()
+    assert len(micros) > 3 and order != sorted(order)
+    for own, scale in ((micros, 1.0), ([unnormalised(m, count) for m in micros], 1 / count)):
+        got, own_metrics = streamed([own[i] for i in order], config, scale)
+        assert_same(expected, got)
+        for name, value in metrics.items():
+            assert own_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_scale_comes_before_the_clip():
+    micros, cfg = split(make_groups(), 1, 1000), replace(EVERYTHING.trainer, clip_grad=0.01)
+    _, metrics = gradients(micros)
+    model = fresh_model()
+    pending = begin(TrainState(model=model, optimizer=make_optimizer(model, cfg), version=0))
+    for micro in micros:
+        pending = accumulate(pending, unnormalised(micro, 7.0), make_objective(EVERYTHING))
+    _, clipped = finish(pending, cfg, scale=1 / 7.0)
+    assert clipped["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert float(norm) == pytest.approx(0.01, rel=1e-3) and metrics["train/grad_norm"] > 0.02
+
+
+def test_what_needs_the_whole_step_does_not_stream():
+    assert "kl_cov" in " ".join(unstreamable(SURVEYED)) and "normalise" in " ".join(unstreamable(SURVEYED))
+    over_batch = replace(EVERYTHING, loss=replace(EVERYTHING.loss, advantage="batch_std"))
+    assert "batch_std" in unstreamable(over_batch)[0]
+    both = replace(EVERYTHING, teachers={k: Teacher(keys=(k,)) for k in "ab"})
+    assert "own tokens" in unstreamable(both)[0]
+    with pytest.raises(ValueError, match="whole step"):
+        streamed(split(make_groups(), 1, 40), SURVEYED)
+
+
+def test_a_step_whose_gradients_are_not_reduced_is_refused():
+    model, cfg = fresh_model(), EVERYTHING.trainer
+    pending = begin(TrainState(model=model, optimizer=make_optimizer(model, cfg), version=0))
+    (micro,) = whole(make_groups())
+    with pytest.raises(ValueError, match="sync=False"):
+        finish(accumulate(pending, micro, make_objective(EVERYTHING), sync=False), cfg)
+
+
+def _compiled(rank, folder):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from models.parallelise import parallelise
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+    model = parallelise(fresh_model(), DeviceMesh("cpu", [0]), compile=True)
+    objective, cfg = make_objective(FUSED, compile=True), FUSED.trainer
+    state, counts = TrainState(model=model, optimizer=make_optimizer(model, cfg), version=3), []
+    for seed, n_groups in enumerate((3, 6, 4, 5, 2, 6)):
+        data = dict(enumerate(make_groups(n_groups, seed)))
+        places = [(g, s) for g in data for s in range(4)]
+        micro = build_micro(places, data, torch.device("cpu"), current=3, bucket=128)
+        state, metrics = train_step(state, [micro], objective, cfg)
+        counts.append(metrics["compile/recompiles"])
+    torch.save(counts, f"{folder}/counts")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_other_lengths_and_numbers_of_sequences_soon_need_no_new_graph(tmp_path):
+    mp.spawn(_compiled, args=(str(tmp_path),), nprocs=1)
+    counts = torch.load(tmp_path / "counts")
+    assert counts[0] > 0 and sum(counts[1:3]) <= counts[0] and sum(counts[3:]) == 0
 
 
 def test_learning_rate_is_a_function_of_the_version():

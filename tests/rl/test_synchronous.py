@@ -127,7 +127,7 @@ def asynchronous(
     params = SamplingParams(temperature=1.0, max_tokens=cfg.sampler.max_tokens)
     roles = Roles(
         trainer=TrainerGroup([Local("trainer-0", trainer)]),
-        sampler=Pool([Local("sampler-0", rollout(bundle, params, cfg.sampler.slots))]),
+        sampler=Pool([Local("sampler-0", rollout(bundle, params, cfg.sampler.slots, name="sampler-0"))]),
         producers={"judge": TextJudge()},
     )
     letters = [

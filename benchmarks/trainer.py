@@ -1,0 +1,162 @@
+"""How fast is a training step, and what limits it? Qwen2.5 shapes, random weights, packed sequences.
+
+    python benchmarks/trainer.py --device cuda                          the four sizes, 3 minutes on an H200
+    python benchmarks/trainer.py --device cuda --ablate 1.5B            attention, recompute, compile, head
+    python benchmarks/trainer.py --device cuda --sizes 1.5B --profile          its kernels by time
+    python benchmarks/trainer.py --device cuda --sizes 1.5B --ranks 2          FSDP2, and the scaling
+    python benchmarks/trainer.py --device cuda --sizes 1.5B --baseline         transformers + FSDP2 beside it
+    python benchmarks/trainer.py --device cpu --sizes tiny              some seconds
+
+A step is all of it: forward, the clipped policy loss, backward, reduction, clipping, AdamW on float32
+masters. Its time is the median over `--seconds`, after three steps for compilation. A line is a process.
+MFU = (6 · params · tokens + 6 · layers · N · H · Σ length²) / time / 989 TFLOP/s, the datasheet's dense bf16.
+Recomputation does not count as work. `proto` is the prototype's MFU (docs/results.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.trainer_work import SIZES, Row, step_flops, work  # noqa: E402
+
+PEAK = 989e12
+FORMULA = next(line for line in (__doc__ or "").splitlines() if line.startswith("MFU"))
+PROTOTYPE = {"0.5B": 37.2, "1.5B": 45.8, "3B": 48.6, "7B": 41.6}
+HEADER = (
+    f"{'size':5s} {'tokens':>6s} {'attention':9s} {'recompute':18s} {'what else':20s} {'ranks':>5s} "
+    f"{'ms':>8s} {'tok/s/GPU':>10s} {'MFU':>6s} {'proto':>6s} {'GiB':>6s} {'first s':>7s}"
+)
+
+
+def measure(row: Row) -> dict[str, Any] | None:
+    """Runs the row in processes of its own and prints its line."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/result"
+        try:
+            mp.spawn(work, (row, port, path), nprocs=row.ranks)  # type: ignore[attr-defined]
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # type: ignore[attr-defined]
+            why = str(error).strip().splitlines()
+            print(f"{label(row, row.attention)} failed: {why[-1][:300]}", flush=True)
+            if "--trace" in sys.argv:
+                print("\n".join(why))
+            return None
+        found = torch.load(path)
+    flops = step_flops(row.cfg, row.tokens, row.length)
+    mfu = 100 * flops / (found["ms"] / 1e3) / PEAK
+    rate, proto = row.tokens / found["ms"] * 1e3, PROTOTYPE.get(row.size, float("nan"))
+    print(
+        f"{label(row, found['attention'])} {found['ms']:8.1f} {rate:10,.0f} {mfu:6.1f} {proto:6.1f} "
+        f"{found['peak']:6.1f} {found['first']:7.1f}",
+        flush=True,
+    )
+    return {**found, "mfu": mfu}
+
+
+def label(row: Row, attention: str) -> str:
+    also = [
+        name
+        for name, on in [
+            ("transformers", row.baseline),
+            ("eager", not row.compile),
+            ("head in 4 matmuls", not row.fuse),
+            (f"{row.micros} micros", row.micros > 1),
+            ("gathered twice", row.keep_gathered is False),
+            ("gathered once", row.keep_gathered is True),
+            ("offloaded", row.offload),
+            *((setting, True) for setting in row.inductor),
+        ]
+        if on
+    ]
+    recompute = row.recompute + (f" +{row.full_blocks} full" if row.full_blocks else "")
+    return (
+        f"{row.size:5s} {row.tokens:6d} {attention:9s} {recompute:18s} {', '.join(also):20s} {row.ranks:5d}"
+    )
+
+
+def ablation(row: Row) -> Sequence[Row]:
+    """One thing changed at a time, from the row itself."""
+    return [
+        row,
+        *(replace(row, attention=a) for a in ("flash", "varlen")),
+        replace(row, recompute="selective"),
+        replace(row, recompute="full"),
+        replace(row, fuse=False),
+        replace(row, keep_gathered=False),
+        replace(row, compile=False),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.5B", "3B", "7B"], choices=SIZES)
+    parser.add_argument("--ablate", choices=SIZES, help="this size alone, one thing changed at a time")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps, for each line")
+    parser.add_argument("--tokens", type=int, help="a step; 16384, and 512 of tiny")
+    parser.add_argument("--length", type=int, help="of each sequence; 4096, and 128 of tiny")
+    parser.add_argument("--micros", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="with 2, one GPU is timed too")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], help="7B selective, else none")
+    parser.add_argument("--full-blocks", type=int, help="7B 10, else 0")
+    parser.add_argument("--gather", choices=["once", "twice"], help="else by memory")
+    parser.add_argument("--compile", choices=["yes", "no"], help="else on CUDA")
+    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--baseline", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--inductor", nargs="*", default=[], help="as coordinate_descent_tuning=True")
+    parser.add_argument("--trace", action="store_true", help="all of a failure")
+    cfg = parser.parse_args()
+    # Rows of a step differ in size: fixed segments would leave gaps that 7B has no room for.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    name = torch.cuda.get_device_name() if cfg.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}\n{FORMULA}\n{HEADER}", flush=True)
+    for size in [cfg.ablate] if cfg.ablate else cfg.sizes:
+        tiny, large = size == "tiny", size == "7B" and cfg.device == "cuda"
+        row = Row(
+            size=size,
+            tokens=cfg.tokens or (512 if tiny else 16384),
+            length=cfg.length or (128 if tiny else 4096),
+            micros=cfg.micros,
+            device=cfg.device,
+            seconds=cfg.seconds,
+            attention=cfg.attention,
+            recompute=cfg.recompute or ("selective" if large else "none"),
+            full_blocks=(10 if large else 0) if cfg.full_blocks is None else cfg.full_blocks,
+            compile=cfg.device == "cuda" if cfg.compile is None else cfg.compile == "yes",
+            keep_gathered=None if cfg.gather is None else cfg.gather == "once",
+            offload=cfg.offload,
+            profile=cfg.profile,
+            inductor=tuple(cfg.inductor),
+        )
+        rows = ablation(row) if cfg.ablate else [row]
+        results = [measure(r) for r in rows]
+        if cfg.ranks > 1:
+            alone, together = results[0], measure(replace(row, ranks=cfg.ranks))
+            if alone and together:
+                factor = cfg.ranks * alone["ms"] / together["ms"]
+                print(f"{size}: {cfg.ranks} GPUs do {factor:.3f} times the work of one", flush=True)
+        if cfg.baseline:
+            for compiled in (True, False) if cfg.device == "cuda" else (False,):
+                measure(replace(row, baseline=True, compile=compiled, recompute="none", full_blocks=0))
+
+
+if __name__ == "__main__":
+    main()

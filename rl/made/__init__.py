@@ -1,0 +1,1 @@
+"""Models that experiments make for themselves, by name, in the cache of the demo's models."""

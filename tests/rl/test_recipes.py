@@ -1,0 +1,48 @@
+"""The experiments for real GPUs: they are whole configs, and fit on the hosts that they are for."""
+
+from importlib import import_module
+
+import pytest
+
+from rl.check import check
+from rl.intake import check_templates, read_data
+from rl.made.models import is_made
+from rl.plan import Node, make_plan
+
+GPUS = {"smollm2_arith": 1, "smollm2_arith_judge": 1, "opd_smollm2": 1, "genrm_grpo_seed": 2}
+
+
+def config(name):
+    return import_module(f"experiments.{name}").CONFIG
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_it_is_sound_and_every_actor_has_a_seat(name):
+    cfg = config(name)
+    check(cfg)
+    check_templates(cfg, has_answers=True)
+    assert cfg.name == name
+    plan = make_plan(cfg, [Node("host", 16.0, float(GPUS[name]))])
+    engines = [seat for seat in plan.seats if seat.role not in ("rule",)]
+    assert all(seat.gpus > 0 for seat in engines), "something was left to the CPU"
+
+
+@pytest.mark.parametrize("name", ["smollm2_arith", "smollm2_arith_judge", "opd_smollm2"])
+def test_nothing_that_is_held_out_is_trained_on(name):
+    cfg = config(name)
+    train, held_out = read_data(cfg)
+    assert len(train) == 20_000 and len(held_out) == 512
+    assert {row.text for row in train}.isdisjoint(row.text for row in held_out)
+    assert {row.key for row in train} == {row.key for row in held_out} == {"addition", "subtraction"}
+
+
+def test_the_teachers_serve_every_key():
+    served = {key for teacher in config("opd_smollm2").teachers.values() for key in teacher.keys}
+    assert served == set(config("opd_smollm2").data.arithmetic)
+
+
+def test_the_seed_recipe_is_verls():
+    cfg = config("genrm_grpo_seed")
+    assert cfg.trainer.steps * cfg.trainer.prompts == 3200
+    assert (cfg.sampler.samples, cfg.sampler.max_tokens, cfg.trainer.lr) == (4, 512, 1e-6)
+    assert is_made(cfg.policy.model) and is_made(cfg.judge.model)
