@@ -58,6 +58,8 @@ class Row:
     full_blocks: int = 0
     compile: bool = True
     keep_gathered: bool | None = None
+    shard: bool | None = None
+    join: bool | None = None
     offload: bool = False
     fuse: bool = True
     baseline: bool = False
@@ -120,6 +122,7 @@ def ours(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[],
     parallelise(
         model, mesh, compile=row.compile, param_dtype=dtype, recompute=row.recompute,
         full_blocks=row.full_blocks, offload=row.offload, keep_gathered=row.keep_gathered,
+        shard=row.shard, join=row.join,
     )  # fmt: skip
     trainer = Trainer(lr=1e-6, warmup=0, offload=row.offload)
     config = replace(CONFIG, trainer=trainer, loss=Loss())
@@ -224,16 +227,21 @@ def _profile(step: Callable[[], Any], top: int = 30) -> None:
     step()
     with profile(activities=activities) as recorded:
         seconds = _timed(step)
-    spans: list[tuple[float, float]] = []
+    spans: list[tuple[float, float, str]] = []
     by_kernel: dict[str, list[float]] = {}
     for event in recorded.events() or ():
-        if str(event.device_type).endswith("CUDA" if cuda else "CPU"):
-            spans.append((event.time_range.start, event.time_range.end))
+        if str(event.device_type).endswith("CUDA" if cuda else "CPU") and not event.is_user_annotation:
+            spans.append((event.time_range.start, event.time_range.end, event.name))
             by_kernel.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
-    busy, until = 0.0, 0.0
-    for start, end in sorted(spans):
+    spans.sort()
+    busy, until, last = 0.0, spans[0][0], "the start"
+    gaps: list[tuple[float, str, str]] = []
+    for start, end, name in spans:
+        if start > until:
+            gaps.append(((start - until) / 1e3, last, name))
         busy += max(0.0, end - max(start, until)) / 1e3
-        until = max(until, end)
+        if end > until:
+            until, last = end, name
     by_kind: dict[str, float] = {}
     for name, times in by_kernel.items():
         kind = next((k for k, marks in KINDS.items() if any(m in name for m in marks)), "other")
@@ -242,4 +250,7 @@ def _profile(step: Callable[[], Any], top: int = 30) -> None:
     for kind, ms in sorted(by_kind.items(), key=lambda x: -x[1]):
         print(f"    {kind:30s} {ms:9.2f} ms")
     for name, times in sorted(by_kernel.items(), key=lambda x: -sum(x[1]))[:top]:
-        print(f"    {sum(times):9.2f} ms {len(times):5d} x {name[:90]}")
+        print(f"    {sum(times):9.2f} ms {len(times):5d} x {name[:130]}")
+    print(f"  no kernel for {sum(g[0] for g in gaps):.1f} ms in {len(gaps)} gaps; the longest:", flush=True)
+    for ms, before, after in sorted(gaps, reverse=True)[:8]:
+        print(f"    {ms:9.2f} ms {before[:50]} | {after[:50]}")

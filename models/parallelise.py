@@ -1,4 +1,4 @@
-"""One function that makes a model parallel: recompute and compile each block, then shard all of it."""
+"""One function that makes a model parallel: recompute, compile and shard each block, or not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -18,7 +20,8 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from models.transformer import Transformer
+from models.replica import hold, replica_of
+from models.transformer import Attend, Attention, Block, Transformer, rotate
 
 Recompute = Literal["none", "selective", "full"]
 DEAR = {
@@ -38,12 +41,19 @@ def parallelise(
     full_blocks: int = 0,
     offload: bool = False,
     keep_gathered: bool | None = None,
+    shard: bool | None = None,
+    join: bool | None = None,
 ) -> Transformer:
     """Compile each block and shard the model over the one-dimensional mesh (FSDP2), in place.
 
     Parameters are gathered in `param_dtype`; gradients are reduced in float32 and SUMMED over ranks, for
     losses that are already divided by global counts. Parameters, gradients and what an optimiser makes of
     them are float32 shards, with `offload` in the host's memory.
+
+    shard: without, parameters are whole: in float32 they are all there is, in another `param_dtype`
+    models/replica.py holds them twice. None: not where one rank has them in two precisions on its device.
+    join: queries, keys and values come from one matmul; keys and values alone are too narrow for a GPU to
+    share out. None: on CUDA.
 
     recompute: what the backward pass computes again. none: what the compiler finds cheaper than memory.
     selective: all but matmuls and attention. full: the block from its input. `full_blocks`: so many, from the
@@ -63,19 +73,31 @@ def parallelise(
     # Inputs as they are: the root casts the embeddings, and rotary tables stay float32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     cuda = mesh.device_type == "cuda"
+    if shard is None:
+        shard = mesh.size() > 1 or offload or dtype == torch.float32
+    if not shard and (offload or mesh.size() > 1):
+        raise ValueError("parallelise: only one rank, without offload, may keep its parameters whole")
     offloading = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
     if keep_gathered is None:
         gathered = sum(p.numel() for p in model.parameters()) * dtype.itemsize
         keep_gathered = not cuda or gathered < torch.cuda.get_device_properties().total_memory / 10
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offloading)
+    split = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offloading)
     for i, block in enumerate(model.model.layers):
+        assert isinstance(block, Block)
+        if cuda if join is None else join:
+            _join(block.self_attn)
         _recompute(block, "full" if i < full_blocks else recompute)
         if compile:
             block.compile(fullgraph=True)
-        shard(block, reshard_after_forward=not keep_gathered)
+        if shard:
+            split(block, reshard_after_forward=not keep_gathered)
     if compile:
         model.model.norm.compile(fullgraph=True)
-    shard(model, reshard_after_forward=False)
+    if not shard:
+        if dtype != torch.float32:
+            hold(model, dtype, compile=compile)
+        return model
+    split(model, reshard_after_forward=False)
     for module in _sharded(model):
         module.set_reshard_after_backward(not keep_gathered, recurse=False)
         if mesh.size() > 1:  # one rank has nothing to sum, and the division would be one more pass
@@ -86,7 +108,10 @@ def parallelise(
 
 
 def reshard(model: nn.Module) -> None:
-    """Give the gathered weights back: the next forward gathers those that the optimiser then has made."""
+    """Give the gathered weights back: the next forward gathers those that the optimiser then has made.
+    Without shards: put the masters in the place of what was computed with."""
+    if (replica := replica_of(model)) is not None:
+        replica.rest()
     for module in _sharded(model):
         module.reshard()
 
@@ -99,6 +124,26 @@ def sync_gradients(model: nn.Module, now: bool) -> None:
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in model.modules() if isinstance(m, FSDPModule))
+
+
+def _join(attention: Attention) -> None:
+    """Replace the forward by one with a single matmul for queries, keys and values. The parameters stay
+    three: to lay them side by side is a read and a write of weights, nothing beside thousands of tokens."""
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
+        bias = torch.cat([p.bias for p in parts]) if attention.q_proj.bias is not None else None
+        joined = F.linear(x, torch.cat([p.weight for p in parts]), bias)
+        q, k, v = (
+            rearrange(part, "... (n h) -> ... n h", h=attention.head_dim)
+            for part in joined.split([p.out_features for p in parts], dim=-1)
+        )
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        o = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous())
+        return attention.o_proj(rearrange(o, "... n h -> ... (n h)"))
+
+    attention.forward = forward
 
 
 def _recompute(block: nn.Module, how: Recompute) -> None:

@@ -86,9 +86,11 @@ def build_micro(
 
     bucket: T and M are filled up to multiples of it, so that compiled code meets few shapes.
     share_prompt: samples of a group that stand side by side have one prompt in the row, before their answers.
-    Without any place it holds tokens that are not trained, so that every rank makes the same passes.
+    Without any place it holds tokens that are not trained, so that every rank makes the same passes. A sample
+    without tokens takes none.
     Raises ValueError where the sampler, a teacher or the reference sent other than one value a token.
     """
+    places = [(g, s) for g, s in places if len(groups[g].tokens.samples[s].tokens)]
     data = [groups[g] for g, _ in places]
     samples = [d.tokens.samples[s] for d, (_, s) in zip(data, places, strict=True)]
     lessons = [d.lessons[s] for d, (_, s) in zip(data, places, strict=True)]

@@ -66,8 +66,8 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         (cfg.uses_teachers and not cfg.teachers, "loss.distill is not 0 but there are no teachers"),
         (cfg.data.held_out < 0, f"data.held_out must be >= 0, got {cfg.data.held_out}"),
         (
-            cfg.data.file is not None and bool(cfg.data.reasoning_gym),
-            "data.file and data.reasoning_gym are two sources: set one of them",
+            sum(map(bool, (cfg.data.file, cfg.data.reasoning_gym, cfg.data.arithmetic))) > 1,
+            "data.file, data.reasoning_gym and data.arithmetic are different sources: set one of them",
         ),
         *_engine_rules(cfg),
         *_reward_rules(cfg),

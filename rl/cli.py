@@ -3,7 +3,8 @@ write them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_origin, get_type_hints
 
@@ -15,7 +16,8 @@ SHORT = {"--data": "--data.file", "--judge": "--judge.model", "--scalar": "--sca
 # What others have and people look for here, and where it is.
 ELSEWHERE = {"--reward.kl": "there is no KL in the reward, it is a term of the objective: set --loss.kl and "
                             "--loss.kl-form"}  # fmt: skip
-_TRUE, _FALSE = {"true", "1", "yes"}, {"false", "0", "no"}
+_TRUE, _FALSE, _NONE = {"true", "1", "yes"}, {"false", "0", "no"}, {"none"}
+_BRACKETS = {"(": ")", "[": "]"}
 
 
 def take(
@@ -47,12 +49,14 @@ def normalise(argv: Sequence[str], config: Any) -> list[str]:
     """Arguments in the one spelling that tyro takes with FlagConversionOff.
 
     Booleans: --a.b, --a.no-b, --a.b False, --a.b=False become --a.b True|False (wandb's agent writes
-    --a.b=True).
-    Tuples: --a.b=(1, 2), --a.b "[1, 2]" become --a.b 1 2. Underscores and hyphens are the same.
-    Short names (SHORT) become whole ones.
-    Raises ConfigError for a boolean that is neither.
+    --a.b=True). None stays, for fields that may be None.
+    Tuples: --a.b=(1, 2), --a.b "[1, 2]" become --a.b 1 2; text with commas stands in quotes within the
+    brackets. Underscores and hyphens are the same. Short names (SHORT) become whole ones.
+    Raises ConfigError for a boolean that is neither, a section that is given a value, and a teacher that the
+    experiment does not have.
     """
     kinds = {_key(path): kind for path, kind in leaves(config)}
+    teachers = sorted(getattr(config, "teachers", ()))
     out: list[str] = []
     queue = list(argv)
     while queue:
@@ -60,6 +64,8 @@ def normalise(argv: Sequence[str], config: Any) -> list[str]:
         name, equals, attached = arg.partition("=")
         if name in ELSEWHERE:
             raise ConfigError(f"{name}: {ELSEWHERE[name]}")
+        if name.startswith("--"):
+            _refuse(name, attached if equals else next(iter(queue), ""), kinds, teachers)
         name = SHORT.get(name, name)
         arg = name + equals + attached
         key = _key(name.removeprefix("--"))
@@ -68,16 +74,12 @@ def normalise(argv: Sequence[str], config: Any) -> list[str]:
         if not name.startswith("--"):
             out.append(arg)
         elif kinds.get(key) is bool:
-            follows = bool(queue) and queue[0].lower() in _TRUE | _FALSE
+            follows = bool(queue) and queue[0].lower() in _TRUE | _FALSE | _NONE
             out += [name, _boolean(name, attached if equals else queue.pop(0) if follows else "true")]
         elif last.startswith("no-") and kinds.get(positive) is bool and not equals:
             out += [f"--{positive}", "False"]
-        elif kinds.get(key) is tuple and (attached or (queue and queue[0][:1] in "([")):
-            text = attached if equals else queue.pop(0)
-            out += [
-                name,
-                *(part.strip().strip("'\"") for part in text.strip("()[] ").split(",") if part.strip()),
-            ]
+        elif kinds.get(key) is tuple and (equals or (queue and _bracketed(queue[0]))):
+            out += [name, *_elements(attached if equals else queue.pop(0))]
         else:
             out.append(arg)
     return out
@@ -92,7 +94,45 @@ def _key(name: str) -> str:
     return name.replace("_", "-")
 
 
+def _refuse(name: str, value: str, kinds: Mapping[str, type], teachers: Sequence[str]) -> None:
+    """Raises ConfigError where a value is no field's: what a nested sweep writes, or a teacher's name."""
+    key = _key(name.removeprefix("--"))
+    first, _, rest = key.partition(".")
+    fields_of = [k for k in kinds if k.startswith(key + ".")]
+    if key not in kinds and (value[:1] == "{" or (fields_of and name not in SHORT)):
+        said = "takes no dictionary" if value[:1] == "{" else "is a section, which takes no value"
+        such = f", as --{fields_of[0]}" if fields_of else ""
+        raise ConfigError(f"{name} {said}: name each of its fields with dots{such}")
+    teacher = rest.partition(".")[0]
+    if first == "teachers" and teacher and teacher not in map(_key, teachers):
+        has = f"the teachers {', '.join(teachers)}" if teachers else "no teachers"
+        raise ConfigError(f"{name}: this experiment has {has}; others are added in a file of experiments/")
+
+
+def _bracketed(text: str) -> bool:
+    text = text.strip()
+    return bool(text) and text[-1] == _BRACKETS.get(text[0])
+
+
+def _elements(text: str) -> list[str]:
+    """Of a tuple or list as Python writes it, or of words in brackets; other text is one element."""
+    text = text.strip()
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # words without quotes
+        value = None
+    if isinstance(value, list | tuple):
+        return [str(element) for element in value]
+    if not _bracketed(text):
+        words = [text]
+    else:
+        words = text[1:-1].split(",") if value is None else [str(value)]
+    return [word.strip() for word in words if word.strip()]
+
+
 def _boolean(name: str, text: str) -> str:
+    if text.lower() in _NONE:
+        return "None"
     if text.lower() in _TRUE | _FALSE:
         return str(text.lower() in _TRUE)
     raise ConfigError(f"{name} is a boolean: True or False, got {text!r}")

@@ -77,7 +77,8 @@ class Delivery:
             stored = [h.name for h in handles if self._lines[h.name].transport == "store"]
             self.delta = await self._reference("delta") if self.cfg.sync.delta and stored else None
             whole = by_value or any(not self._may_take_delta(name) for name in stored)
-            self.manifest, self.arrays = await asyncio.gather(self._call("manifest"), self._value(whole))
+            manifest, self.arrays = await asyncio.gather(self._call("manifest"), self._value(whole))
+            self.manifest = manifest
             told = await asyncio.gather(*map(self._try, handles))
             failed = {h.name: e for h, e in zip(handles, told, strict=True) if isinstance(e, Exception)}
             for handle in handles:
@@ -89,7 +90,7 @@ class Delivery:
             self.metrics |= _milliseconds([t for t in told if not isinstance(t, Exception)])
             self.metrics |= {"sync/total_ms": 1e3 * (time.monotonic() - began), "sync/lost": len(failed)}
             self._note()
-            return self.manifest, self.arrays
+            return manifest, self.arrays
 
     async def proven(self, metas: Sequence[SampleMeta]) -> bool:
         """Whether these samples come of proved weights; waits until it is known."""
@@ -128,10 +129,11 @@ class Delivery:
         sends = [self._call("send", parcel)] if isinstance(parcel, Broadcast) else []
         mode = self.cfg.staleness.weights
         calls = [within(wait, handle, "update", self.manifest.version, parcel, mode), *sends]
-        report, *sent = await asyncio.gather(*calls, return_exceptions=True)
-        for result in (report, *sent):  # both have come to an end
+        ended: list[Any] = await asyncio.gather(*calls, return_exceptions=True)  # both have come to an end
+        for result in ended:
             if isinstance(result, BaseException):
                 raise result
+        report = ended[0]
         sync.verify(self.manifest, report, handle.name)
         self.proved[handle.name] = self.manifest.version
         return report.seconds

@@ -16,7 +16,15 @@ from rl.rewards.combine import combine, truths
 from rl.roles import Pool, Roles
 from rl.seeds import fold_in
 from rl.teaching import Said, teachers_of
-from rl.types import Outcome, Prompt, SampleMeta, Score, Verdict
+from rl.types import Abstain, Outcome, Prompt, SampleMeta, Score, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken(SampleMeta):
+    """A sample that cannot be trained, in the place of one without tokens. Nobody is asked about it: it has
+    no reward and no weight in any term, and its mates are as they would be without it."""
+
+    fault: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +74,8 @@ async def follow(
     mark: Callable[[Kind], None],
     proven: Callable[[Sequence[SampleMeta]], Awaitable[bool]],
 ) -> Group | Reason:
-    """The finished group, or why there is none: it was aborted as too old, or its sampler could not prove its
-    weights. `mark` is told of every stage that it passes.
+    """The finished group, or why there is none: it was aborted as too old, no sample of it can be trained, or
+    its sampler could not prove its weights. `mark` is told of every stage that it passes.
 
     Judging and teaching happen at the same time. Seeds are functions of (seed, ordinal, attempt, index).
     """
@@ -78,12 +86,13 @@ async def follow(
     )
     if any(meta.finish == "abort" for meta in metas):
         return "stale"
+    if all(isinstance(meta, Broken) for meta in metas):
+        return "invalid"
     if not await proven(metas):
         return "infra"
     mark("generate")
-    texts = [meta.text for meta in metas]
     verdicts, teachers, reference = await asyncio.gather(
-        _rate(cfg, roles, prompt, texts, seeds, mark),
+        _rate(roles, prompt, metas, seeds, mark),
         _teach(cfg, roles, prompt, tokens, mark),
         _score(cfg, roles.reference, tokens),
     )
@@ -92,7 +101,7 @@ async def follow(
         prompt=prompt,
         metas=metas,
         verdicts=verdicts,
-        truth=await _truth(cfg, prompt, texts, verdicts),
+        truth=await _truth(cfg, prompt, metas, verdicts),
         rewards=tuple(combine(outcomes(of), cfg.reward.weights) for of in verdicts),
         tokens=tokens,
         teachers=teachers,
@@ -101,10 +110,11 @@ async def follow(
 
 
 async def _truth(
-    cfg: Config, prompt: Prompt, texts: list[str], verdicts: Sequence[Mapping[str, Verdict]]
-) -> Sequence[float | None]:  # fmt: skip
+    cfg: Config, prompt: Prompt, metas: Sequence[SampleMeta], verdicts: Sequence[Mapping[str, Verdict]]
+) -> Sequence[float | None]:
     if not cfg.reward.rule:
-        return await truths(cfg.reward.rule_name, prompt, texts)
+        found = await truths(cfg.reward.rule_name, prompt, [meta.text for meta in metas])
+        return [None if isinstance(m, Broken) else truth for m, truth in zip(metas, found, strict=True)]
     said = [of["rule"].outcome for of in verdicts]
     return [outcome.value if isinstance(outcome, Score) else None for outcome in said]
 
@@ -114,22 +124,30 @@ def outcomes(verdicts: Mapping[str, Verdict]) -> dict[str, Outcome]:
 
 
 async def _rate(
-    cfg: Config,
     roles: Roles,
     prompt: Prompt,
-    texts: list[str],
+    metas: Sequence[SampleMeta],
     seeds: list[int],
     mark: Callable[[Kind], None],
 ) -> list[dict[str, Verdict]]:
     """All producers at the same time: for each sample, what each of them says."""
-    own = [fold_in(seed, "judge") for seed in seeds]
+    nobody = {i: Verdict(outcome=Abstain(m.fault)) for i, m in enumerate(metas) if isinstance(m, Broken)}
+    places = [i for i in range(len(metas)) if i not in nobody]
+    texts, own = [metas[i].text for i in places], [fold_in(seeds[i], "judge") for i in places]
     by_producer = await asyncio.gather(*(p.rate(prompt, texts, own) for p in roles.producers.values()))
     if roles.producers:
         mark("score")
-    return [
-        {name: verdicts[i] for name, verdicts in zip(roles.producers, by_producer, strict=True)}
-        for i in range(len(texts))
-    ]
+    said = {
+        name: nobody | {i: _placed(verdict, places) for i, verdict in zip(places, verdicts, strict=True)}
+        for name, verdicts in zip(roles.producers, by_producer, strict=True)
+    }
+    return [{name: of[i] for name, of in said.items()} for i in range(len(metas))]
+
+
+def _placed(verdict: Verdict, places: Sequence[int]) -> Verdict:
+    """With calls about the group's samples: its producer counted those that it was shown."""
+    calls = (replace(call, about=tuple(places[i] for i in call.about)) for call in verdict.calls)
+    return replace(verdict, calls=tuple(calls))
 
 
 async def _teach(

@@ -54,6 +54,11 @@ def read_data(cfg: Config) -> tuple[list[Row], list[Row]]:
         names, seeds = data.reasoning_gym, (fold_in(cfg.seed, "held out"), fold_in(cfg.seed, "train"))
         held_out = reasoning_gym_rows(names, data.held_out, seeds[0])
         train = reasoning_gym_rows(names, data.size, seeds[1], avoid=(row.text for row in held_out))
+    elif data.arithmetic:
+        from rl.data.rows_arithmetic import arithmetic_rows
+
+        train = arithmetic_rows(data.arithmetic, data.size, cfg.seed, "train")
+        held_out = arithmetic_rows(data.arithmetic, data.held_out, cfg.seed, "held_out")
     else:
         from rl.demo.tasks import make_rows
 

@@ -34,6 +34,7 @@ HINTS = {
     "another reward, or loss.zero_signal keep",
     "judge": "no judgement could be read: look at samples.jsonl, judge.label and judge.max_tokens",
     "infra": "the judge does not answer",
+    "invalid": "the sampler's answers cannot be trained: see the faults in rl/actors/rollout.py",
     "stale": "samples are too old once they are ready: raise staleness.max_age or lower trainer.prompts",
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl import teaching
 from rl.engines.base import EngineStats
-from rl.follow import Group
+from rl.follow import Broken, Group
 from rl.judges.health import Seen, Watch
 from rl.ledger import Ledger
 from rl.lessons import advantages
@@ -170,6 +170,7 @@ class Monitor:
             "age/mean": fmean(ages),
             "age/max": max(ages),
             "length/mean": fmean(m.n_tokens for m in metas),
+            "samples/broken": sum(isinstance(m, Broken) for m in metas),
             "length/truncated": fmean(m.finish == "length" for m in metas),
             "groups/ready": n_ready,
             "groups/live": len(ledger.live),

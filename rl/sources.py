@@ -26,6 +26,7 @@ from rl.demo.specs import (
 from rl.display import Display
 from rl.engines.make import Bundle, load_bundle, load_scalar
 from rl.hub import locate
+from rl.made.models import is_made, make
 
 HINT = 0.1  # share of the warm-up's answers
 
@@ -36,7 +37,7 @@ def wanted(cfg: Config) -> dict[str, str | Spec]:
     The demo's models are of its tasks, or of any text where the prompts come from elsewhere. A judge behind
     urls has no folder. Raises ConfigError for a gullible judge or a hinted policy of any text.
     """
-    tasks, text = cfg.data.tasks, cfg.data.file is not None or bool(cfg.data.reasoning_gym)
+    tasks, text = cfg.data.tasks, bool(cfg.data.file or cfg.data.reasoning_gym or cfg.data.arithmetic)
     models = {"policy": cfg.policy.model}
     if cfg.uses_judge and not cfg.judge.urls:
         models["judge"] = cfg.judge.model
@@ -82,7 +83,8 @@ def resolve(cfg: Config, show: Display, only: Collection[str] | None = None) -> 
     """
     models = {name: model for name, model in wanted(cfg).items() if only is None or name in only}
     specs = {name: spec for name, spec in models.items() if not isinstance(spec, str)}
-    found = {name: _locate(name, model) for name, model in models.items() if isinstance(model, str)}
+    named = {name: model for name, model in models.items() if isinstance(model, str)}
+    found = {name: _locate(cfg, name, model, show) for name, model in named.items()}
     for name, folder in found.items():
         if folder != Path(str(models[name])).expanduser():
             show.note(f"{name}: {models[name]} is in {folder}")
@@ -93,8 +95,12 @@ def resolve(cfg: Config, show: Display, only: Collection[str] | None = None) -> 
     return {name: built[name].folder if name in built else found[name] for name in models}
 
 
-def _locate(name: str, model: str) -> Path:
+def _locate(cfg: Config, name: str, model: str, show: Display) -> Path:
     try:
+        if is_made(model):
+            made = make(model, cfg)
+            show.note(f"{name}: {', '.join(f'{k} {v:.4g}' for k, v in made.numbers.items())}")
+            return made.folder
         return locate(model)
     except FileNotFoundError as error:
         raise ConfigError(f"{_field(name)}: {error}") from None

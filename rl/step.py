@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from losses import linear_logp
 from models.attention import Backend, Layout, make_layout, packed_attention
 from models.parallelise import reshard, sync_gradients
+from models.replica import replica_of
 from models.transformer import Attend, Transformer
+from rl import adamw
 from rl.batch import MicroBatch
 from rl.config import Trainer
 from rl.objective import Objective, Sums, quotients
@@ -76,6 +78,8 @@ def train_step(
 
 def begin(state: TrainState) -> Pending:
     state.optimizer.zero_grad(set_to_none=True)
+    if (replica := replica_of(state.model)) is not None:
+        replica.forget()
     return Pending(state=state, sums={}, graphs=_graphs())
 
 
@@ -119,11 +123,10 @@ def finish(pending: Pending, cfg: Trainer, *, scale: float = 1.0) -> tuple[Train
     if not pending.synced:
         raise ValueError("finish: the last micro-batch was accumulated with sync=False")
     reshard(state.model)
-    norm = clip_gradients(state.model, cfg.clip_grad, scale=scale)
     lr = learning_rate(cfg, state.version)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    state.optimizer.step()
+    norm = _clip_and_step(state, cfg.clip_grad, scale)
     # From here on the host waits for the device.
     sums = _over_ranks(pending.sums)
     total, share = sums["loss/total"]
@@ -134,6 +137,20 @@ def finish(pending: Pending, cfg: Trainer, *, scale: float = 1.0) -> tuple[Train
         "compile/recompiles": float(_graphs() - pending.graphs),
     }
     return replace(state, version=state.version + 1), metrics
+
+
+def _clip_and_step(state: TrainState, bound: float, scale: float) -> Tensor:
+    replica = replica_of(state.model)
+    if replica is None:
+        norm = clip_gradients(state.model, bound, scale=scale)
+        state.optimizer.step()
+        return norm
+    held = replica.gradients()
+    norm = scale * total_norm([h.grad for h in held])
+    assert isinstance(state.optimizer, torch.optim.AdamW)
+    adamw.step(state.optimizer, held, clip_factor(norm, bound, scale), compile=replica.compile)
+    replica.stepped()
+    return norm
 
 
 def _hidden(state: TrainState, micro: MicroBatch) -> Tensor:
@@ -179,16 +196,25 @@ def clip_gradients(model: nn.Module, bound: float, *, scale: float = 1.0) -> Ten
     all shards, between the two: a scalar, for which the host need not wait."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    norm = scale * nn.utils.get_total_norm(local)
+    norm = scale * total_norm(local)
     mesh = grads[0].device_mesh if isinstance(grads[0], DTensor) else None
     if mesh is not None and mesh.size() > 1:
         squared = norm.square().to(mesh.device_type)
         dist.all_reduce(squared, group=mesh.get_group())
         norm = squared.sqrt()
     if bound or scale != 1.0:
-        factor = torch.clamp((bound or float("inf")) / (norm + 1e-6), max=1.0) * scale
-        torch._foreach_mul_(local, factor.to(local[0].device))
+        torch._foreach_mul_(local, clip_factor(norm, bound, scale).to(local[0].device))
     return norm
+
+
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Of all entries together, in float32."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*grads], 2.0, dtype=torch.float32)))
+
+
+def clip_factor(norm: Tensor, bound: float, scale: float) -> Tensor:
+    """What to multiply a gradient with that has this norm once it is multiplied by `scale`."""
+    return torch.clamp((bound or float("inf")) / (norm + 1e-6), max=1.0) * scale
 
 
 def world_size() -> int:

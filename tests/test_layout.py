@@ -38,6 +38,8 @@ ARROWS = {
     "rl/judges": {"rl.judges", "rl.config", "rl.engines", "rl.pool", "rl.replica", "rl.rewards.combine",
                   "rl.seeds", "rl.types", "losses"},
     "rl/demo": {"rl.demo", "rl.config", "rl.data", "rl.seeds", "rl.engines", "rl.types", "models", "losses"},
+    "rl/made": {"rl.made", "rl.config", "rl.data", "rl.demo.build", "rl.hub", "rl.judges.questions",
+                "rl.rewards.gsm8k", "rl.types", "models"},
     "rl/actors": {"rl", "models", "losses"},
     "experiments": {"rl.config", "experiments"},
 }  # fmt: skip

@@ -162,7 +162,8 @@ class Casting:
             **({"max_concurrency": CALLS} if concurrent else {}),
             **({"max_restarts": -1} if revive else {}),
         }
-        remote = ray.remote(cls) if concurrent else ray.remote(concurrency_groups={WIRE: WIRE_CALLS})(cls)
+        aside: dict[str, Any] = {"concurrency_groups": {WIRE: WIRE_CALLS}}
+        remote: Any = ray.remote(cls) if concurrent else ray.remote(**aside)(cls)
         return Remote(seat.name, remote.options(**options).remote(*args), refs)
 
     def all(self, cls: type, role: str, *args: Any, revive: bool = False) -> list[Handle]:

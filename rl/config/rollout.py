@@ -12,13 +12,15 @@ from rl.config.engine import Engine
 class Data:
     file: str | None = None
     """JSONL or Parquet, one prompt a row: {"prompt", "answer"?, "key"?, ...}, the prompt a text or a list of
-    chat messages; GSM8K as it ships. None: reasoning_gym, or the demo's own tasks."""
+    chat messages; GSM8K as it ships. None: reasoning_gym, arithmetic, or the demo's own tasks."""
     reasoning_gym: tuple[str, ...] = ()
     """Tasks of the package reasoning-gym, by name; the task's name is the prompt's key."""
+    arithmetic: tuple[Literal["addition", "subtraction", "three_terms"], ...] = ()
+    """Problems such as "Compute 3 + 4.", for chat models; the task's name is the prompt's key."""
     tasks: tuple[Literal["reverse", "sort", "add"], ...] = ("reverse",)
     """Demo tasks: reverse, sort, add. The task's name is the prompt's key."""
     size: int = 20_000
-    """Prompts generated for training, of the demo's or reasoning-gym's tasks."""
+    """Prompts generated for training, of any tasks."""
     held_out: int = 512
     """Held-out prompts: judged and checked before and after, never trained on. A file gives its last ones."""
     shuffle: bool = True

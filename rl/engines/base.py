@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
 from rl.types import Completion, SamplingParams, Scores
 from rl.wire.parcel import Parcel, Place
 
@@ -75,6 +77,10 @@ class Engine(Protocol):
         temperature: float = 1.0,
     ) -> list[Scores]:
         """Log-probs of sequences[i][starts[i]:], each given all tokens before it."""
+        ...
+
+    async def likely(self, ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Log-probs [len(tokens)] float32 of each of these as the token after `ids`, at temperature 1."""
         ...
 
     async def classify(self, sequences: Sequence[Sequence[int]]) -> list[float]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 
 from models.config import ModelConfig
@@ -224,6 +225,12 @@ class TorchEngine:
         return await self._call(
             lambda decoder: decoder.score(sequences, starts, top_k=top_k, full=full, temperature=temperature)
         )
+
+    async def likely(self, ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        check_ids("likely", tokens, vocab_size=self.cfg.vocab_size, max_len=len(tokens))
+        [scores] = await self.score([[*ids, tokens[0]]], [len(ids)], full=True)
+        assert scores.full is not None
+        return scores.full[0, list(tokens)]
 
     async def classify(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         self._check()

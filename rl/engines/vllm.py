@@ -198,6 +198,11 @@ class VllmEngine:
                 sequences, starts, top_k=top_k, full=full, temperature=temperature
             )
 
+    async def likely(self, ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        self._core.check()
+        with self._at_work():
+            return await self._scorer.likely(ids, tokens)
+
     async def classify(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         self._core.check()
         with self._at_work():

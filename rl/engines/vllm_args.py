@@ -162,6 +162,7 @@ def engine_args(
         args["logprobs_mode"] = "processed_logprobs"  # after temperature, top-k and top-p
         args["max_logprobs"] = -1
     if device == "cpu":
+        args["enable_chunked_prefill"] = False  # of a prompt cut in two vLLM rewinds its seed: not on a CPU
         args["kv_cache_memory_bytes"] = options.cache_bytes or cache_bytes(cfg, slots, length)
     elif options.cache_bytes is not None:
         args["kv_cache_memory_bytes"] = options.cache_bytes

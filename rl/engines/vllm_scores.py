@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from models.config import ModelConfig
 from rl.engines.request import check_head, check_ids, check_scores
 from rl.engines.vllm_args import classifying, sampling
 from rl.engines.vllm_outputs import full_scores, next_scores, no_scores, top_scores
 from rl.types import Scores
 
+AT_MOST = 128  # tokens that vLLM looks up beside the sampled one
 SCORES_AT_ONCE = 1 << 24  # log-probs of one sequence: they pass through lists of Python numbers
 
 
@@ -72,8 +75,18 @@ class Scorer:
                 return scores
         return full_scores(await self._after(ids, -1), targets, top_k, full, temperature)
 
-    async def _after(self, ids: list[int], k: int) -> Any:
-        output = await self._ask(ids, sampling(max_tokens=1, temperature=1.0, seed=0, logprobs=k))
+    async def likely(self, ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """See the engine's interface. Raises ValueError for more than 128 tokens: vLLM tells no more."""
+        check_head("likely", self.cfg, "lm")
+        check_ids("likely", ids, vocab_size=self.cfg.vocab_size, max_len=self.max_len)
+        check_ids("likely", tokens, vocab_size=self.cfg.vocab_size, max_len=AT_MOST)
+        async with self._turns:
+            flat = await self._after(list(ids), len(set(tokens)), logprob_token_ids=sorted(set(tokens)))
+        found = dict(zip(flat.token_ids, flat.logprobs, strict=True))
+        return np.asarray([found[token] for token in tokens], np.float32)
+
+    async def _after(self, ids: list[int], k: int, **more: Any) -> Any:
+        output = await self._ask(ids, sampling(max_tokens=1, temperature=1.0, logprobs=k, **more))
         return output.outputs[0].logprobs
 
     async def prompt(self, ids: list[int], k: int) -> Any:

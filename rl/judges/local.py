@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +15,6 @@ from rl.engines.base import Engine, EngineStats
 from rl.engines.build import build
 from rl.engines.make import Bundle
 from rl.types import Ask, Reply, SamplingParams
-
-LIKELY = 64  # tokens whose log-probs are asked for: whole vocabularies are slow to hand over
 
 
 class LocalJudge:
@@ -114,21 +111,14 @@ class LocalJudge:
             )
 
     async def _likely(self, ids: Sequence[int], labels: tuple[str, ...]) -> Reply:
-        """log Σ p(token) over each label's spellings as the token after `ids`, at temperature 1; a token that
-        is not among the LIKELY most likely ones counts nothing."""
+        """log Σ p(token) over each label's spellings as the token after `ids`, at temperature 1."""
         began = time.monotonic()
         if labels not in self._label_ids:
             self._label_ids[labels] = label_ids(self._spell, labels)
         spellings = self._label_ids[labels]
-        any_token = spellings[0][0]  # the engine scores tokens that follow: one must
-        k = min(LIKELY, self.bundle.cfg.vocab_size)
-        (scores,) = await self.engine.score([[*ids, any_token]], [len(ids)], top_k=k)
-        assert scores.top_ids is not None and scores.top_logps is not None
-        found = dict(zip(scores.top_ids[0].tolist(), scores.top_logps[0].tolist(), strict=True))
-        logps = tuple(
-            float(np.logaddexp.reduce([found.get(i, -math.inf) for i in of], initial=-math.inf))
-            for of in spellings
-        )
+        tokens = sorted({token for of in spellings for token in of})
+        found = dict(zip(tokens, (await self.engine.likely(ids, tokens)).tolist(), strict=True))
+        logps = tuple(float(np.logaddexp.reduce([found[i] for i in of])) for of in spellings)
         return Reply(label_logps=logps, n_prompt=len(ids), seconds=time.monotonic() - began)
 
     def _spell(self, word: str) -> list[int]:

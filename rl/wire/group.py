@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class Group:
         except RuntimeError as error:  # torch's DistError is one
             raise GroupError(f"{address.key}: the {address.size} ranks did not meet: {error}") from error
 
-    def _join(self, rank: int, wait: timedelta) -> dist.ProcessGroup:
+    def _join(self, rank: int, wait: timedelta) -> Any:  # what torch's type hints do not call a ProcessGroup
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = FOREVER

@@ -530,6 +530,17 @@ class EngineContract:
             close(c.logps, s.logps)
 
     @with_engine
+    async def test_the_log_probs_of_named_tokens_as_the_next_one(self, engine, model):
+        expected = plain_logp(model, [*PROMPT, 0])[-1]
+        for tokens in ([5], [7, 22, 0, 7], list(range(23))):
+            found = await engine.likely(PROMPT, tokens)
+            assert found.dtype == np.float32
+            close(found, expected[tokens].float().numpy())
+        for bad in ([], [23], [-1]):
+            with pytest.raises(ValueError, match="likely"):
+                await engine.likely(PROMPT, bad)
+
+    @with_engine
     async def test_o075_scores_do_not_depend_on_what_was_read_before(self, engine, model):
         """A prompt of which the cache has some blocks is scored at those positions too."""
         ids = [i * 7 % 23 for i in range(100)]

@@ -302,9 +302,10 @@ OWNER = """
 import asyncio, psutil
 from tests.engines.contract import CFG, build, state
 from rl.engines.vllm import VllmEngine
+from rl.engines.vllm_args import VllmOptions
 
 async def main():
-    engine = VllmEngine(CFG, state(build()), max_slots=4, options=VllmOptions(memory=SHARE, compile=False))
+    engine = VllmEngine(CFG, state(build()), max_slots=4, options=VllmOptions(memory=0.2, compile=False))
     await engine.start()
     print("pids", *(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
     await asyncio.sleep(600)

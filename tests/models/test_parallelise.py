@@ -81,6 +81,8 @@ SLOW = pytest.mark.slow
     "ranks, every, how",
     [
         (1, False, EAGER),
+        (1, False, {**EAGER, "shard": False, "join": True}),
+        (2, True, {**EAGER, "join": True, "recompute": "selective"}),
         (2, True, EAGER),
         (2, False, {**EAGER, "keep_gathered": False, "recompute": "selective"}),
         (2, False, {**EAGER, "recompute": "selective", "full_blocks": 1}),

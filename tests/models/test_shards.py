@@ -3,11 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from models.checksum import add_checksums, checksums, piece_checksums
 from models.config import ModelConfig
-from models.checksum import add_checksums, piece_checksums
 from models.shards import FUSED, fuse, pieces, unfuse
 from models.transformer import Transformer
-from models.checksum import checksums
 from models.weights import expected_shapes
 
 LLAMA = ModelConfig(vocab_size=70, d_model=16, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=4, d_ff=24)

@@ -4,15 +4,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 
+from models.checksum import checksum, checksums
 from models.config import ModelConfig
+from models.parallelise import parallelise
 from models.tokenizer import char_tokenizer, load_tokenizer
 from models.transformer import Transformer
-from models.checksum import checksum, checksums
-from models.weights import load_folder, save_folder
+from models.weights import clean_state, load_folder, save_folder
 
 TIED = ModelConfig(vocab_size=12, d_model=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12)
 UNTIED = replace(TIED, tie_embeddings=False, family="qwen2", qkv_bias=True)
@@ -120,6 +131,77 @@ def test_wrapper_prefixes_are_never_exported(tmp_path):
     }
     save_folder(tmp_path, wrapped, TIED)
     assert set(load_file(tmp_path / "model.safetensors")) == set(model.state_dict())
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def nested(model, wrap):
+    for i, block in enumerate(model.model.layers):
+        model.model.layers[i] = wrap(block)
+    return torch.compile(model)
+
+
+WRAPS = {
+    "compiled": lambda model, mesh: torch.compile(model),
+    "blocks compiled within": lambda model, mesh: nested(model, torch.compile),
+    "recomputed, compiled": lambda model, mesh: nested(model, lambda b: torch.compile(checkpoint_wrapper(b))),
+    "compiled in place": lambda model, mesh: model.compile() or model,
+    "sharded": lambda model, mesh: parallelise(model, mesh, compile=True),
+    "sharded, compiled": lambda model, mesh: torch.compile(parallelise(model, mesh, compile=True)),
+    "sharded, blocks compiled": lambda model, mesh: nested(
+        parallelise(model, mesh, compile=False), torch.compile
+    ),
+}
+
+
+@pytest.mark.parametrize("cfg", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("how", WRAPS)
+def test_o070_weights_of_a_wrapped_model_have_plain_names_and_load_strictly_both_ways(
+    tmp_path, one_rank, cfg, how
+):
+    plain, wrapped = build(cfg), WRAPS[how](build(cfg), one_rank)
+    with torch.no_grad():
+        for p in wrapped.parameters():
+            p.add_(1.0)
+    save_folder(tmp_path, wrapped, cfg)
+    assert load_file(tmp_path / "model.safetensors").keys() == plain.state_dict().keys()
+    _, state = load_folder(tmp_path)
+    before = {name: p.clone() for name, p in plain.state_dict().items()}
+    plain.load_state_dict(state, strict=True)
+    assert all(torch.equal(p, before[name] + 1.0) for name, p in plain.state_dict().items())
+    # A copy: it renames the keys of what it is given.
+    set_model_state_dict(wrapped, dict(before), options=StateDictOptions(full_state_dict=True))
+    after = clean_state(wrapped.state_dict())
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_o070_a_checkpoint_fits_any_wrapping_and_a_missing_tensor_is_an_error(tmp_path, one_rank, how):
+    wrapped, sharded = WRAPS[how](build(UNTIED), one_rank), WRAPS["sharded"](build(UNTIED), one_rank)
+    expected = {name: p + 1.0 for name, p in clean_state(wrapped.state_dict()).items()}
+    set_model_state_dict(wrapped, dict(expected), options=StateDictOptions(full_state_dict=True))
+    state = get_model_state_dict(wrapped)
+    assert state.keys() == expected.keys()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "whole")
+    into = get_model_state_dict(sharded)
+    dcp.load({"model": into}, checkpoint_id=tmp_path / "whole")
+    set_model_state_dict(sharded, into)
+    assert all(torch.equal(p, expected[name]) for name, p in clean_state(sharded.state_dict()).items())
+    state.pop("model.norm.weight")
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "part")
+    with pytest.raises(CheckpointException, match="Missing key.*model.norm.weight"):
+        dcp.load({"model": get_model_state_dict(sharded)}, checkpoint_id=tmp_path / "part")
+
+
+def test_o070_names_of_a_wrapper_that_is_not_known_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"missing model\.embed_tokens\.weight .*and 35 more"):
+        save_folder(tmp_path, torch.nn.ModuleDict({"module": build(TIED)}), TIED)
+    assert not list(tmp_path.iterdir())
 
 
 def break_file(path, change):

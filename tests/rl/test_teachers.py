@@ -62,6 +62,10 @@ class FakeTeacher:
         return Said(n_tokens=sum(n), seconds=self.delay, ahead=self.asked - 1), said
 
 
+async def sure(metas):
+    return True
+
+
 def followed(cfg, key):
     actors = {"a": FakeTeacher(-1.0, delay=0.02), "b": FakeTeacher(-2.0)}
     roles = Roles(
@@ -70,7 +74,7 @@ def followed(cfg, key):
         teachers={name: Pool([Local(f"teacher/{name}-0", actor)]) for name, actor in actors.items()},
     )
     marks = []
-    group = asyncio.run(follow(cfg, roles, Prompt(ids=(1,), text="", key=key), 0, 0, marks.append))
+    group = asyncio.run(follow(cfg, roles, Prompt(ids=(1,), text="", key=key), 0, 0, marks.append, sure))
     assert group is not None and marks.count("teach") == 1
     return group, actors
 

@@ -67,7 +67,7 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint_and_a_summary(tmp_path):
     assert (folder / "checkpoints" / f"step_{last:06d}" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("role", ["Rollout", "Reward", "TrainerRank"])
+@pytest.mark.parametrize("role", ["Reward", "TrainerRank"])
 def test_o085_an_actor_that_is_killed_is_named_and_the_run_ends_cleanly(tmp_path, role):
     flags = [*write_copy_task(tmp_path), "--trainer.steps", 5000]
     process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -75,8 +75,34 @@ def test_o085_an_actor_that_is_killed_is_named_and_the_run_ends_cleanly(tmp_path
     (victim,) = [pid for pid in descendants(process.pid) if f"ray::{role}" in title(pid)]
     os.kill(victim, signal.SIGKILL)
     out, _ = process.communicate(timeout=90)
-    name = {"Rollout": "sampler-0", "Reward": "rule-0", "TrainerRank": "trainer-0"}[role]
+    name = {"Reward": "rule-0", "TrainerRank": "trainer-0"}[role]
     assert process.returncode == 1 and f"{name} died" in out, out
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_sampler_that_is_killed_leaves_the_run_and_comes_back_with_the_newest_weights(tmp_path, replicas):
+    flags = [*write_copy_task(tmp_path), "--trainer.steps", 50000, "--sampler.replicas", replicas]
+    out = tmp_path / "out"
+    with out.open("w") as file:
+        process = subprocess.Popen(command(*flags), stdout=file, stderr=file)
+        folder = wait_for_step(tmp_path / "runs", 2, process)
+        victim = [pid for pid in descendants(process.pid) if "ray::Rollout" in title(pid)][-1]
+        os.kill(victim, signal.SIGKILL)
+        until = time.monotonic() + 120
+        while "is back" not in out.read_text() and time.monotonic() < until:
+            assert process.poll() is None, out.read_text()
+            time.sleep(0.1)
+        back = read_lines(folder / "metrics.jsonl")[-1]["step"]
+        wait_for_step(tmp_path / "runs", back + 20, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130, out.read_text()
+    text = out.read_text()
+    (name,) = [f"sampler-{i}" for i in range(replicas) if f"sampler-{i} left the run" in text]
+    assert f"{name} is back" in text
+    metrics = read_lines(folder / "metrics.jsonl")
+    assert max(m["age/max"] for m in metrics) <= 2
+    trained = trained_ordinals(folder)
+    assert len(trained) == len(set(trained)) == PROMPTS * len(metrics)
 
 
 def descendants(pid: int) -> list[int]:

@@ -1,20 +1,28 @@
 """Weights between processes: what arrives is what was packed, to the bit, and nobody waits for the dead."""
 
+import asyncio
 import multiprocessing as mp
 import socket
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from models.checksum import checksums
 from models.config import ModelConfig
+from models.parallelise import parallelise
 from models.transformer import Transformer
+from models.weights import as_array
+from rl.engines.torch import TorchEngine
 from rl.sync import probe_ids
+from rl.types import Completion, SamplingParams
 from rl.wire.flat import buckets, offsets, views
-from rl.wire.gather import Rows
+from rl.wire.gather import Rows, gather
 from rl.wire.group import Group, GroupError
 from rl.wire.inbox import Inbox
 from rl.wire.parcel import Broadcast, Mapped, Place, choose
@@ -74,6 +82,26 @@ def test_what_is_packed_is_rounded_once_and_described_as_the_engines_must_hold_i
     assert post.manifest().checksums != manifest.checksums and post.manifest().version == 4
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_o070_what_a_compiled_and_sharded_model_sends_has_plain_names_and_is_whole(tied):
+    cfg = replace(CFG, tie_embeddings=tied)
+    model = Transformer(cfg, dtype=torch.float32)
+    model.init_weights(torch.Generator().manual_seed(0))
+    rounded = {name: p.detach().to(torch.bfloat16) for name, p in model.state_dict().items()}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallelise(model, init_device_mesh("cpu", (1,)), compile=True)
+        (sent,) = gather(dict(model.named_parameters()), torch.bfloat16)
+        assert [name for name, _, _ in sent] == list(rounded)
+        post = Post(cfg, CPU)
+        post.pack(0, [sent])
+        assert post.manifest().checksums == checksums(rounded)
+        with pytest.raises(KeyError, match="_orig_mod"):
+            post.pack(1, [{(f"_orig_mod.{name}", a, b): x for (name, a, b), x in sent.items()}])
+    finally:
+        dist.destroy_process_group()
+
+
 # ── Between processes ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -108,6 +136,41 @@ def test_every_process_of_an_engine_receives_every_version_to_the_bit():
     for child in children:
         child.join(20)
         assert child.exitcode == 0
+
+
+async def greedy_of_each(
+    limits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Completion, dict[str, int]]]:
+    """What an engine says, and what it holds, after weights in buckets of each limit; before them others."""
+    store, found = open_store(), []
+    post = Post(CFG, CPU)
+    first = {name: as_array(tensor.to(torch.bfloat16)) for name, tensor in weights(9).items()}
+    for i, limit in enumerate(limits):
+        for module in ("rl.wire.post", "rl.wire.inbox"):
+            monkeypatch.setattr(f"{module}.buckets", partial(buckets, limit=limit))
+        engine = TorchEngine(CFG, first, max_slots=2, probe_ids=probe_ids(CFG.vocab_size))
+        await engine.start()
+        post.pack(1, whole(weights(1)))
+        where = address(store, key=f"sampler-{i}/0")
+        _, report = await asyncio.gather(asyncio.to_thread(post.send, where), engine.update(1, where))
+        greedy = SamplingParams(temperature=0.0, max_tokens=20)
+        async for _, said in engine.generate((3, 1, 4), params=greedy, seeds=(0,), request_id="r"):
+            found.append((said, report.checksums))
+        await engine.stop()
+    assert all(sums == post.manifest().checksums for _, sums in found)
+    return found
+
+
+def test_o071_the_size_of_the_buckets_changes_no_bit_and_no_greedy_token(monkeypatch):
+    limits = (1, 1 << 11, 1 << 30)
+    assert [len(buckets(CFG, limit)) for limit in limits] == [20, 4, 1]
+    said, *others = asyncio.run(asyncio.wait_for(greedy_of_each(limits, monkeypatch), 60))
+    for other in others:
+        assert other[1] == said[1]
+        assert (other[0].tokens.tolist(), other[0].logps.tobytes()) == (
+            said[0].tokens.tolist(),
+            said[0].logps.tobytes(),
+        )
 
 
 def test_a_receiver_that_never_comes_is_named_at_the_deadline_and_the_next_group_works():
