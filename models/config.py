@@ -16,8 +16,10 @@ ARCHITECTURE: Mapping[tuple[Family, Head], str] = {
     ("qwen2", "score"): "Qwen2ForSequenceClassification",
     ("qwen3", "score"): "Qwen3ForSequenceClassification",
 }
-ROPE_KEYS = {"linear": {"factor"},
-             "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}}
+ROPE_KEYS = {
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
 # Options of Hugging Face that change the maths, and the one value that is implemented.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")

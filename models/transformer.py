@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope_frequencies(cfg: ModelConfig, device: torch.device | None = None) -> Tensor:
     """Angular frequency per pair of channels [H/2], float32: theta^(-2i/H), stretched by `rope_scaling`."""
     exponent = torch.arange(0, cfg.head_dim, 2, device=device, dtype=torch.float32) / cfg.head_dim
-    freq = cfg.rope_theta ** -exponent
+    freq = cfg.rope_theta**-exponent
     scaling = cfg.rope_scaling
     if scaling is None:
         return freq
@@ -81,8 +81,10 @@ class Attention(nn.Module):
         self.head_dim = cfg.head_dim
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
-        q, k, v = (rearrange(proj(x), "... (n h) -> ... n h", h=self.head_dim)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            rearrange(proj(x), "... (n h) -> ... n h", h=self.head_dim)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         o = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)

@@ -45,8 +45,11 @@ def check_state(cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]], *, wher
     expected = expected_shapes(cfg)
     problems = [f"missing {name} {expected[name]}" for name in expected.keys() - shapes.keys()]
     problems += [f"unexpected {name} {shapes[name]}" for name in shapes.keys() - expected.keys()]
-    problems += [f"{name} is {shapes[name]}, expected {expected[name]}"
-                 for name in expected.keys() & shapes.keys() if shapes[name] != expected[name]]
+    problems += [
+        f"{name} is {shapes[name]}, expected {expected[name]}"
+        for name in expected.keys() & shapes.keys()
+        if shapes[name] != expected[name]
+    ]
     if problems:
         rest = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         named = "; ".join(sorted(problems)[:NAMED])

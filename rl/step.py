@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from losses import linear_logp
-from models.attention import Backend, Layout, make_layout, packed_attention
+from models.attention import Backend, Layout, packed_attention
 from models.parallelise import reshard, sync_gradients
 from models.replica import replica_of
 from models.transformer import Attend, Transformer
@@ -176,18 +176,6 @@ def attend_packed(layout: Layout, backend: Backend | None = None) -> Attend:
         return packed_attention(q, k, v, layout, backend)
 
     return attend
-
-
-@torch.no_grad()
-def probe_logps(model: Transformer, ids: Sequence[int]) -> tuple[float, ...]:
-    """Log-probs [len(ids) - 1] of each token given those before it, at temperature 1. All ranks must call
-    it, on a model that is not compiled: its graphs would then be made for this short row first."""
-    tokens = torch.tensor(ids, device=next(model.parameters()).device)
-    layout = make_layout([len(ids)], tokens.device)
-    hidden = model(tokens, layout.positions, attend_packed(layout))
-    logp = model.logits(hidden[:-1]).float().log_softmax(-1)
-    reshard(model)
-    return tuple(logp.gather(-1, tokens[1:, None]).squeeze(-1).tolist())
 
 
 @torch.no_grad()

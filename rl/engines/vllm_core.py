@@ -62,6 +62,11 @@ class Core:
         if device == "cuda":
             if not torch.cuda.is_available():
                 raise ValueError("VllmEngine: the installed vLLM is the CUDA build, and there is no GPU here")
+            if torch.cuda.device_count() < self.options.tensor_parallel:  # else vLLM waits without end
+                raise ValueError(
+                    f"VllmEngine: tensor_parallel is {self.options.tensor_parallel}, and there are "
+                    f"{torch.cuda.device_count()} GPUs here: give the engine as many"
+                )
             total = torch.cuda.get_device_properties(0).total_memory
         folder = state if isinstance(state, str) else f"{self._scratch}/model"
         args = engine_args(self.cfg, folder, device, self.slots, self.max_len, self.options, total=total)

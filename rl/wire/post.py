@@ -41,13 +41,19 @@ class Post:
 
     @torch.no_grad()
     def pack(self, version: int, tensors: Iterable[Mapping[Rows, Tensor]]) -> None:
-        """Copy the weights, rounded as the engines hold them; together they must be whole."""
+        """Copy the weights, rounded as the engines hold them. Raises ValueError where rows are missing."""
         if self.before is not None:
             self.before.copy_(self.buffer)
             self.version_before = self.version
+        left = {name: len(view) for name, view in self.views.items()}
         for part in tensors:
+            for name, start, stop in part:
+                left[name] -= stop - start
             places = [self.views[name][start:stop] for name, start, stop in part]
             torch._foreach_copy_(places, list(part.values()))
+        missing = sorted(name for name, rows in left.items() if rows)
+        if missing:
+            raise ValueError(f"Post.pack: {len(missing)} parameters are not whole: {', '.join(missing[:5])}")
         self.version = version
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

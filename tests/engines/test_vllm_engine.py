@@ -156,6 +156,7 @@ def test_other_families_sample_score_and_take_new_weights(none_left, cfg):
     run(main())
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_share_a_model_with_one_key_value_head():
     old, new = build(seed=0), build(seed=1)
 

@@ -102,6 +102,15 @@ def test_o070_what_a_compiled_and_sharded_model_sends_has_plain_names_and_is_who
         dist.destroy_process_group()
 
 
+def test_weights_that_are_not_whole_are_not_published():
+    post, state = Post(CFG, CPU), weights()
+    post.pack(3, whole(state))
+    del state["model.norm.weight"]
+    with pytest.raises(ValueError, match="1 parameters are not whole: model.norm.weight"):
+        post.pack(4, whole(state))
+    assert post.version == 3
+
+
 # ── Between processes ─────────────────────────────────────────────────────────────────────────────────
 
 

@@ -17,7 +17,8 @@ from experiments.genrm_grpo import CONFIG
 from models.parallelise import parallelise, reshard
 from models.replica import Replica, replica_of
 from rl.objective import make_objective
-from rl.step import TrainState, make_optimizer, probe_logps, train_step
+from rl.step import TrainState, make_optimizer, train_step
+from rl.wire.probe import probe_logps
 from tests.rl.test_step import FUSED, fresh_model, make_groups, split
 
 CFG = replace(CONFIG.trainer, lr=1e-2, clip_grad=0.05, weight_decay=0.1)
@@ -75,6 +76,12 @@ def test_weights_moments_and_metrics_are_those_of_fsdp(one_rank, dtype, cap):
         assert a == pytest.approx(b, rel=1e-5) and a["train/grad_norm"] > CFG.clip_grad
 
 
+def seen(model):
+    logps = probe_logps(model, range(7))
+    reshard(model)  # back to the masters
+    return logps
+
+
 def test_the_forward_sees_every_write_to_the_masters_rounded(one_rank):
     state = state_of(1, compile=False, param_dtype="bfloat16")
     model = state.model
@@ -84,14 +91,14 @@ def test_the_forward_sees_every_write_to_the_masters_rounded(one_rank):
         other.load_state_dict(model.state_dict())
         return probe_logps(other.to(torch.bfloat16), range(7))
 
-    assert probe_logps(model, range(7)) == expected()
+    assert seen(model) == expected()
     with torch.no_grad():
         next(model.parameters()).mul_(1.5)
-    assert probe_logps(model, range(7)) == expected()
+    assert seen(model) == expected()
     state, _ = train(state, 1, 1000)
-    assert probe_logps(model, range(7)) == expected()
+    assert seen(model) == expected()
     model.load_state_dict(fresh_model().state_dict())
-    assert probe_logps(model, range(7)) == expected()
+    assert seen(model) == expected()
 
 
 def test_parameters_are_masters_at_rest_and_working_weights_in_between(one_rank):
