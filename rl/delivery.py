@@ -59,6 +59,7 @@ class Delivery:
         """Pack the trainer's weights as they are; waits for a delivery that is under way."""
         async with self._still:
             began = time.monotonic()
+            self.manifest = self.arrays = self.delta = None  # they are of the version before
             await self.trainer.call("publish", deadline=self.cfg.deadlines.sync)
             self.metrics = {"sync/publish_ms": 1e3 * (time.monotonic() - began)}
 
@@ -173,6 +174,7 @@ class Delivery:
             joined = self._lines[handle.name].joined + 1 if handle.name in self._lines else 0
             await self._connect(handle)
             self._lines[handle.name].joined = joined
+            self.manifest = self.manifest or await self._call("manifest")
             if self._lines[handle.name].transport == "store" and self.arrays is None:
                 self.arrays = await self._value(True)
             try:

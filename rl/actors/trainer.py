@@ -186,9 +186,8 @@ class TrainerRank:
         Face folder."""
         model, optimizer = get_state_dict(self.state.model, self.state.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=Path(path) / "trainer")
-        (
-            Path(path) / f"rank_{self.rank}"
-        ).touch()  # what this rank wrote must be seen where the checkpoint is sealed
+        # What this rank wrote must be seen where the checkpoint is sealed.
+        (Path(path) / f"rank_{self.rank}").touch()
         full = self._whole()
         if self.rank == 0:
             save_folder(Path(path) / "policy", full, self.bundle.cfg, self.bundle.tokenizer)

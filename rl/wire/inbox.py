@@ -28,9 +28,7 @@ class Inbox:
         self.cfg, self.device, self.rank = cfg, device, rank
         self.group: Group | None = None
         self.mapped: tuple[bytes, dict[str, Tensor]] | None = None
-        self.parts: list[
-            tuple[Tensor, dict[str, Tensor]]
-        ] = []  # of one buffer: bytes of a bucket, its tensors
+        self.parts: list[tuple[Tensor, dict[str, Tensor]]] = []  # of one buffer: a bucket, its tensors
 
     def receive(self, parcel: Broadcast | Mapped) -> Iterator[dict[str, Tensor]]:
         """Every tensor whole, bucket by bucket, each good until the next is asked for. On CUDA they come in

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rl.config import Dispatch
+from rl.delivery import Delivery
 from rl.pool import SIMPLE
 from rl.replica import PoolDown, RoleError
-from rl.roles import Local, Pool
+from rl.roles import Local, Pool, TrainerGroup
+from rl.types import SampleMeta
 from tests.rl.fakes import FakeSampler, FakeTrainer, finish, make_loop, make_roles, small
 
 LEAVING = replace(SIMPLE, attempts=3, breaker=1, rest=0.02, patience=1.0)
@@ -118,11 +120,22 @@ def test_training_goes_on_while_weights_travel_but_nothing_unproved_is_trained(t
     assert any(overlapped)
 
 
-def test_the_proof_is_waited_for_and_its_failure_is_told_to_those_who_wait():
-    from rl.delivery import Delivery
-    from rl.roles import TrainerGroup
-    from rl.types import SampleMeta
+def test_a_sampler_that_comes_back_between_publishing_and_delivery_gets_the_published_version():
+    async def main():
+        trainer, sampler = FakeTrainer(2), FakeSampler()
+        pool = Pool([Local("sampler-0", sampler)], name="sampler", dispatch=LEAVING)
+        delivery = Delivery(small(), TrainerGroup([Local("trainer-0", trainer)]), pool)
+        await delivery.publish()
+        await delivery.deliver()
+        trainer.version = 1
+        await delivery.publish()
+        assert await delivery._readmit(pool.handles[0])
+        assert delivery.proved == {"sampler-0": 1} and sampler.version == 1
 
+    asyncio.run(main())
+
+
+def test_the_proof_is_waited_for_and_its_failure_is_told_to_those_who_wait():
     async def main():
         trainer = TrainerGroup([Local("trainer-0", FakeTrainer(2))])
         pool = Pool([Local("sampler-0", FakeSampler())], name="sampler", dispatch=LEAVING)
