@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from operator import index
 from typing import Literal
 
@@ -57,17 +58,49 @@ def form_batch(
     with late="wait" none of them may be overtaken, with "drop" the batch is made of whatever is ready. Raises
     ValueError for a group from the future: a version that the trainer has not made.
     """
+    fresh, stale = _by_age(ready, version, max_age)
+    take = fresh[:prompts]
+    overtaken = late == "wait" and take and any(o < take[-1] for o in (*unready, *stale))
+    return Formed(take if len(take) == prompts and not overtaken else (), stale)
+
+
+def form_part(
+    ready: Sequence[Ready],
+    unready: Collection[int],
+    *,
+    version: int,
+    max_age: int,
+    lacking: int,
+    ranks: int,
+    late: Literal["drop", "wait"],
+) -> Formed:
+    """What can be trained of a batch that still lacks so many groups: the oldest that are young enough.
+
+    As `form_batch` otherwise, but late="wait" takes what lies before the first ordinal under way. No part is
+    smaller than `ranks`, and neither is what it leaves lacking, unless that is nothing: every rank needs a
+    group each time.
+    """
+    fresh, stale = _by_age(ready, version, max_age)
+    if late == "wait":
+        first = min((*unready, *stale), default=inf)
+        fresh = tuple(o for o in fresh if o < first)
+    n = min(len(fresh), lacking)
+    if 0 < lacking - n < ranks:
+        n = lacking - ranks
+    return Formed(fresh[:n] if n >= ranks else (), stale)
+
+
+def _by_age(ready: Sequence[Ready], version: int, max_age: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ordinals, ascending, of the groups that are young enough, and of those too old."""
     for group in ready:
         if group.version_min > version:
             raise ValueError(
-                f"form_batch: group {group.ordinal} was sampled under version {group.version_min}, "
+                f"admission: group {group.ordinal} was sampled under version {group.version_min}, "
                 f"but the trainer is at {version}"
             )
+    fresh = tuple(sorted(g.ordinal for g in ready if version - g.version_min <= max_age))
     stale = tuple(sorted(g.ordinal for g in ready if version - g.version_min > max_age))
-    fresh = sorted(g.ordinal for g in ready if version - g.version_min <= max_age)
-    take = tuple(fresh[:prompts])
-    overtaken = late == "wait" and take and any(o < take[-1] for o in (*unready, *stale))
-    return Formed(take if len(take) == prompts and not overtaken else (), stale)
+    return fresh, stale
 
 
 def checked_pick(chosen: Iterable[int], ready: Sequence[Ready], prompts: int) -> tuple[int, ...]:

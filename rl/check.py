@@ -74,6 +74,7 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         *_judge_rules(cfg),
         *_dispatch_rules(cfg),
         *_loss_rules(cfg),
+        *_stream_rules(cfg),
         *_teacher_rules(cfg),
     ]
 
@@ -272,6 +273,27 @@ def _loss_rules(cfg: Config) -> list[tuple[bool, str]]:
         (
             cfg.uses_reference and loss.kl_form == "k3_weighted" and not off_policy,
             "loss.kl_form k3_weighted reweights by π/μ, which is 1 with staleness.max_age 0: use k2",
+        ),
+    ]
+
+
+def _stream_rules(cfg: Config) -> list[tuple[bool, str]]:
+    """More, of losses that look at the whole step: rl/terms.py."""
+    loss = cfg.loss
+    # without rewards, a teacher in the advantage and the policy term count the same samples
+    apart = loss.distill_form == "divergence" or cfg.uses_reward
+    counted = {"policy": loss.policy != 0, "kl": cfg.uses_reference, "distill": cfg.uses_teachers and apart}
+    terms = [f"loss.{name}" for name, active in counted.items() if active]
+    return [
+        (
+            cfg.trainer.stream and len(terms) > 1,
+            f"trainer.stream: {' and '.join(terms)} are means over samples of their own, whose numbers are "
+            "known too late: leave one of them, or set trainer.stream False",
+        ),
+        (
+            cfg.trainer.stream and cfg.staleness.pick != "",
+            "trainer.stream trains groups before a batch is there for staleness.pick to choose: set one of "
+            "them",
         ),
     ]
 

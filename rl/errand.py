@@ -1,4 +1,5 @@
-"""One optimiser step as it travels: ready groups → what each rank is handed → what it unpacks."""
+"""One optimiser step, or a part of it, as it travels: ready groups → what each rank is handed → what it
+unpacks."""
 
 from __future__ import annotations
 
@@ -19,15 +20,22 @@ class Errand:
     """What one rank does. The groups' arrays follow as arguments of their own, which is how Ray moves them
     from their makers to the rank without the controller."""
 
-    groups: tuple[int, ...]  # of the batch
+    groups: tuple[int, ...]  # of the batch, or its part
     micros: tuple[Micro, ...]
     lessons: tuple[Sequence[Lesson], ...]  # of its groups
     teachers: tuple[tuple[str, ...], ...]  # of each group, in the order of their arrays
     has_reference: bool
+    last: bool = True  # of the step
 
 
-def pack(cfg: Config, groups: Sequence[Group], cost: Cost = packing.n_tokens) -> list[list[Any]]:
-    """For each rank its errand, then references to the arrays of its groups. cost: see rl/packing.py."""
+def pack(
+    cfg: Config, groups: Sequence[Group], cost: Cost = packing.n_tokens, *, last: bool = True
+) -> list[list[Any]]:
+    """For each rank its errand, then references to the arrays of its groups.
+
+    cost: see rl/packing.py. last: no other part of the step follows. With trainer.stream the lessons are not
+    counted, see rl/lessons.py.
+    """
     prompts = [len(g.prompt.ids) for g in groups]
     lengths = [[p + m.n_tokens for m in g.metas] for p, g in zip(prompts, groups, strict=True)]
     how = {"prompts": prompts, "cost": cost, "share_prompt": cfg.trainer.share_prompt}
@@ -38,6 +46,7 @@ def pack(cfg: Config, groups: Sequence[Group], cost: Cost = packing.n_tokens) ->
         cfg.loss,
         norm_length=cfg.sampler.max_tokens,
         teachers=teaching.weights(cfg),
+        counted=not cfg.trainer.stream,
     )
     return [
         [
@@ -47,6 +56,7 @@ def pack(cfg: Config, groups: Sequence[Group], cost: Cost = packing.n_tokens) ->
                 lessons=tuple(taught[g] for g in mine),
                 teachers=tuple(tuple(groups[g].teachers) for g in mine),
                 has_reference=cfg.uses_reference,
+                last=last,
             ),
             *(array for g in mine for array in _arrays(groups[g])),
         ]

@@ -43,6 +43,7 @@ def launch(cfg: Config, *, only_plan: bool, resume: str | None) -> int:
     began = time.monotonic()
     with Display(cfg.trainer.steps) as show, ExitStack() as stack:
         try:
+            check_stream(cfg)
             intake.check_files(cfg)
             rows = intake.read_data(cfg)
             intake.check_templates(
@@ -63,6 +64,14 @@ def launch(cfg: Config, *, only_plan: bool, resume: str | None) -> int:
             return _launch(cfg, placed, rows, find_start(cfg, resume, show), show, stack, began)
         except (plan.PlanError, DataError) as error:
             raise ConfigError(str(error)) from None
+
+
+def check_stream(cfg: Config) -> None:
+    """Raises ConfigError for trainer.stream with a loss that looks at the whole step."""
+    from rl.terms import unstreamable
+
+    if cfg.trainer.stream and (reasons := unstreamable(cfg)):
+        raise ConfigError("\n".join(f"trainer.stream: {reason}; set it to False" for reason in reasons))
 
 
 def local_nodes() -> list[plan.Node]:
@@ -107,7 +116,8 @@ def _launch(
 ) -> int:
     from models.flops import forward_flops
     from rl.actors.cluster import Casting, cast_roles, cluster, seated, stop_roles
-    from rl.loop import Loop, NothingToTrain, PickError
+    from rl.harvest import NothingToTrain, PickError
+    from rl.loop import Loop
     from rl.roles import RoleError
     from rl.sources import load_bundles, resolve
     from rl.sync import SyncError

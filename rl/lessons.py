@@ -18,6 +18,11 @@ from rl.config import Loss
 from rl.teaching import MIXED, MIXTURE
 
 TERMS = ("policy", "kl")
+# loss.agg → what it divides by that only the whole step knows.
+DIVISOR = {
+    "token_mean": "total_tokens", "seq_mean_token_sum": "total_rows", "seq_mean_token_mean": "total_rows",
+    "constant": "total_rows", "prompt_mean": "total_groups",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,12 @@ def advantages(groups: Sequence[Rated], loss: Loss) -> tuple[list[list[float]], 
 
 
 def make_lessons(
-    groups: Sequence[Rated], loss: Loss, *, norm_length: int, teachers: Mapping[str, float] | None = None
+    groups: Sequence[Rated],
+    loss: Loss,
+    *,
+    norm_length: int,
+    teachers: Mapping[str, float] | None = None,
+    counted: bool = True,
 ) -> list[list[Lesson]]:
     """Lessons [P][G] of the groups of one optimiser step.
 
@@ -63,16 +73,14 @@ def make_lessons(
     arithmetic, geometric  mean(D), D from the mixture of the prompt's teachers, over all taught tokens
 
     Σ_k w_k is over all teachers of the run, also one that no prompt of this step has.
-    `norm_length`: the L of agg="constant", in tokens. Raises ValueError for a teacher without weight.
+    `norm_length`: the L of agg="constant", in tokens. `counted`: whether these are all groups of the step; if
+    not, every weight is still to be divided by the step's `count`. Raises ValueError for a teacher without
+    weight.
     """
     adv, _ = advantages(groups, loss)
-    steered = loss.distill != 0 and loss.distill_form == "advantage"
-    keep = {
-        "policy": [[r is not None or (steered and bool(g.teachers)) for r in g.rewards] for g in groups],
-        "kl": [[True] * len(g.rewards) for g in groups],
-    }
-    weight = {term: _weights(groups, keep[term], loss, norm_length) for term in TERMS}
-    distill = _distill(groups, loss, norm_length, teachers or {})
+    keep = {"policy": _in_policy(groups, loss), "kl": [[True] * len(g.rewards) for g in groups]}
+    weight = {term: _weights(groups, keep[term], loss, norm_length, counted) for term in TERMS}
+    distill = _distill(groups, loss, norm_length, teachers or {}, counted)
     return [
         [
             Lesson(
@@ -88,8 +96,21 @@ def make_lessons(
     ]
 
 
+def count(groups: Sequence[Rated], loss: Loss) -> int:
+    """The divisor that weights made with counted=False lack: tokens, samples or groups of the whole step, by
+    loss.agg, in its one term, which is the policy's or else the distillation's."""
+    taught = [[bool(g.teachers)] * len(g.rewards) for g in groups]
+    keep = _in_policy(groups, loss) if loss.policy else taught
+    return _totals(_n_kept(groups, keep))[DIVISOR[loss.agg]]
+
+
+def _in_policy(groups: Sequence[Rated], loss: Loss) -> list[list[bool]]:
+    steered = loss.distill != 0 and loss.distill_form == "advantage"
+    return [[r is not None or (steered and bool(g.teachers)) for r in g.rewards] for g in groups]
+
+
 def _distill(
-    groups: Sequence[Rated], loss: Loss, norm_length: int, teachers: Mapping[str, float]
+    groups: Sequence[Rated], loss: Loss, norm_length: int, teachers: Mapping[str, float], counted: bool
 ) -> dict[str, list[list[float]]]:
     """Teacher, or MIXTURE → weight [P][G] of each of the samples' tokens."""
     asked = {name for g in groups for name in g.teachers}
@@ -98,7 +119,7 @@ def _distill(
 
     def mean(names: set[str]) -> list[list[float]]:
         keep = [[not names.isdisjoint(g.teachers)] * len(g.rewards) for g in groups]
-        return _weights(groups, keep, loss, norm_length)
+        return _weights(groups, keep, loss, norm_length, counted)
 
     if loss.distill_mix in MIXED:
         return {MIXTURE: mean(asked)} if asked else {}
@@ -109,18 +130,29 @@ def _distill(
 
 
 def _weights(
-    groups: Sequence[Rated], keep: Sequence[Sequence[bool]], loss: Loss, norm_length: int
+    groups: Sequence[Rated], keep: Sequence[Sequence[bool]], loss: Loss, norm_length: int, counted: bool
 ) -> list[list[float]]:
-    n = torch.tensor(
-        [[m * k for m, k in zip(g.n_tokens, ks, strict=True)] for g, ks in zip(groups, keep, strict=True)]
-    )
+    n = _n_kept(groups, keep)
     weight = row_weight(
         n.flatten(),
         agg=loss.agg,
-        total_tokens=int(n.sum()),
-        total_rows=int((n > 0).sum()),
         group_tokens=n.sum(1, keepdim=True).expand_as(n).flatten(),
-        total_groups=int((n.sum(1) > 0).sum()),
         norm_length=norm_length,
+        **(_totals(n) if counted else dict.fromkeys(DIVISOR.values(), 1)),
     )
     return weight.view_as(n).tolist()
+
+
+def _n_kept(groups: Sequence[Rated], keep: Sequence[Sequence[bool]]) -> torch.Tensor:
+    """[P, G] tokens of the samples that are kept, 0 of the others."""
+    return torch.tensor(
+        [[m * k for m, k in zip(g.n_tokens, ks, strict=True)] for g, ks in zip(groups, keep, strict=True)]
+    )
+
+
+def _totals(n: torch.Tensor) -> dict[str, int]:
+    return {
+        "total_tokens": int(n.sum()),
+        "total_rows": int((n > 0).sum()),
+        "total_groups": int((n.sum(1) > 0).sum()),
+    }

@@ -19,6 +19,7 @@ from rl.data.prompts import Stream
 from rl.delivery import Delivery
 from rl.display import Display
 from rl.follow import Group, follow, outcomes
+from rl.harvest import Harvest
 from rl.judges.health import Watch
 from rl.ledger import Event, Kind, Ledger, Reason, apply
 from rl.log import RunLog
@@ -28,25 +29,7 @@ from rl.proctor import Proctor
 from rl.roles import RoleError, Roles
 from rl.types import InfraFail, Prompt
 
-# Reason of a drop → what to do if nothing else happens.
-HINTS = {
-    "zero_signal": "every group's rewards are all equal: take easier or harder prompts, more samples, "
-    "another reward, or loss.zero_signal keep",
-    "judge": "no judgement could be read: look at samples.jsonl, judge.label and judge.max_tokens",
-    "infra": "the judge does not answer",
-    "invalid": "the sampler's answers cannot be trained: see the faults in rl/actors/rollout.py",
-    "stale": "samples are too old once they are ready: raise staleness.max_age or lower trainer.prompts",
-}
-
 WATCH_S = 0.2  # seconds between looks at the pools
-
-
-class NothingToTrain(RuntimeError):
-    """Groups keep being dropped and none becomes ready: the run ends and says why."""
-
-
-class PickError(RuntimeError):
-    """The user's choice of a batch failed, or is none."""
 
 
 @dataclass(slots=True)
@@ -66,13 +49,11 @@ class Loop:
     pick: Callable[..., Sequence[int]] | None = None  # staleness.pick
     cost: Cost = n_tokens  # of training a prompt and its answers
     stop: bool = False  # set from outside: finish the step, save, end
-    barren: int = 0  # groups dropped since the last one became ready
     held: str = ""  # why no new group is admitted just now
-    ready: dict[int, Group] = field(default_factory=dict)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
     followers: set[asyncio.Task[None]] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
+    harvest: Harvest = field(init=False)
     delivery: Delivery = field(init=False)
     monitor: Monitor = field(init=False)
     proctor: Proctor = field(init=False)
@@ -82,6 +63,7 @@ class Loop:
         bounded = {"judge": True, "scalar": cfg.scalar.activation == "sigmoid"}
         watches = {n: Watch(cfg.health, n, bounded[n]) for n in self.roles.judges}
         self.monitor = Monitor(self.roles, watches)
+        self.harvest = Harvest(cfg, self.pick)
         self.delivery = Delivery(cfg, self.roles.trainer, self.roles.sampler)
         for name, state in self.watched.items():
             watches[name] = Watch.from_dict(state, cfg.health, name=name, bounded=bounded[name])
@@ -196,9 +178,7 @@ class Loop:
             if loss.zero_signal == "drop" and not signal[0]:
                 return self._drop(group.ordinal, "zero_signal", again=False)
         self._mark("ready", group.ordinal)
-        self.ready[group.ordinal] = group
-        self.barren = 0
-        self.changed.set()
+        self.harvest.add(group)
 
     def _mark(self, kind: Kind, ordinal: int) -> None:
         self._apply(self._event(kind, ordinal))
@@ -207,9 +187,7 @@ class Loop:
         """Give the admission back. `again`: issue the prompt once more, if it has attempts left."""
         again = again and self.ledger.live[ordinal].attempt + 1 < self.cfg.staleness.attempts
         self._apply(self._event("drop", ordinal, reason=reason, again=again))
-        self.monitor.dropped(self.ready.pop(ordinal, None))
-        self.barren += 1
-        self.changed.set()
+        self.monitor.dropped(self.harvest.drop(ordinal))
         self._admit()
 
     def _event(self, kind: Kind, ordinal: int, **more: Any) -> Event:
@@ -226,12 +204,11 @@ class Loop:
     async def _train(self) -> None:
         cfg, synced = self.cfg, None
         while self.version < cfg.trainer.steps and not self.stop:
-            groups = await self._next_batch()
-            metrics = await self._step(groups)
+            metrics = await self._step()
             self.version += 1
+            groups = self.harvest.trained()
             for group in groups:
                 self._mark("train", group.ordinal)
-                del self.ready[group.ordinal]
             if synced is not None:
                 await synced
             with self.monitor.training():
@@ -239,7 +216,7 @@ class Loop:
             synced = self.tasks.create_task(self._sync())
             await self._cut_hopeless()
             values = self.monitor.step(
-                groups, metrics, self.version - 1, self.ledger, len(self.ready), cfg.loss
+                groups, metrics, self.version - 1, self.ledger, len(self.harvest.ready), cfg.loss
             )
             self.log.metrics(self.version, values)
             self.log.samples(self.monitor.examples(groups, self.version))
@@ -252,57 +229,37 @@ class Loop:
         if synced is not None:
             await synced
 
-    async def _next_batch(self) -> list[Group]:
-        """The B oldest ready groups that are young enough; those too old are dropped and issued again."""
-        cfg = self.cfg
+    async def _step(self) -> dict[str, float]:
+        """Gather a batch and step on it; with trainer.stream, train its groups while the others come."""
+        cfg, harvest = self.cfg, self.harvest
+        if not cfg.trainer.stream:
+            return await self._ask("step", errand.pack(cfg, await self._gather(), self.cost))
+        while harvest.lacking:
+            part = await self._gather()
+            await self._ask("feed", errand.pack(cfg, part, self.cost, last=not harvest.lacking))
+        count = lessons.count([group.rated for group in harvest.taken], cfg.loss)
+        return await self._ask("finish", [(1 / max(1, count),)] * cfg.trainer.ranks)
+
+    async def _gather(self) -> list[Group]:
+        """What is trained next, as soon as it can be; groups too old for it are dropped and issued again."""
+        harvest, idle = self.harvest, self.proctor.validation.idle
         while True:
-            ready = [group.ready for group in self.ready.values()]
-            formed = admission.form_batch(
-                ready,
-                self.ledger.live.keys() - self.ready.keys(),
-                version=self.version,
-                max_age=cfg.staleness.max_age,
-                prompts=cfg.trainer.prompts,
-                late=cfg.staleness.late,
-            )  # fmt: skip
-            for ordinal in formed.stale:
+            groups, stale = harvest.take(self.version, self.ledger.live.keys())
+            for ordinal in stale:
                 self._drop(ordinal, "stale", again=True)
-            if formed.take:
-                weights = cfg.reward.weights_at(self.version)
-                return [self.ready[o].rewarded(weights) for o in self._chosen(formed, ready)]
-            if self.barren >= cfg.deadlines.patience:
-                raise NothingToTrain(self._why_barren())
-            self.changed.clear()
+            if groups:
+                return groups
+            harvest.check(self.ledger.dropped, self.monitor.last_failure)
+            harvest.changed.clear()
             with self.monitor.waiting():
-                self.proctor.validation.idle.set()
-                await self.changed.wait()
-                self.proctor.validation.idle.clear()
+                idle.set()
+                await harvest.changed.wait()
+                idle.clear()
 
-    def _chosen(self, formed: admission.Formed, ready: Sequence[admission.Ready]) -> Sequence[int]:
-        """The oldest, or what the user's own function takes of those that are young enough."""
-        if self.pick is None:
-            return formed.take
-        fresh = [r for r in ready if r.ordinal not in formed.stale]
-        prompts = self.cfg.trainer.prompts
-        try:
-            return admission.checked_pick(self.pick(fresh, self.version, prompts), fresh, prompts)
-        except Exception as error:  # whatever the user's function raises
-            raise PickError(f"{self.cfg.staleness.pick}: {type(error).__name__}: {error}") from error
-
-    def _why_barren(self) -> str:
-        counts = ", ".join(f"{n} {reason}" for reason, n in sorted(self.ledger.dropped.items()))
-        likely = max(self.ledger.dropped, key=lambda reason: self.ledger.dropped[reason])
-        last = f"; the last failure: {self.monitor.last_failure}" if likely in ("infra", "judge") else ""
-        return (
-            f"{self.barren} groups in a row were dropped and none could be trained "
-            f"(dropped so far: {counts}). {HINTS.get(likely, '')}{last}"
-        )
-
-    async def _step(self, groups: Sequence[Group]) -> dict[str, float]:
-        cfg = self.cfg
-        errands = errand.pack(cfg, groups, self.cost)
+    async def _ask(self, method: str, each: Sequence[Sequence[Any]]) -> Any:
+        """Have the trainer's ranks do it, each with its own arguments."""
         with self.monitor.training():
-            return await self.roles.trainer.call("step", errands.__getitem__, deadline=cfg.deadlines.train)
+            return await self.roles.trainer.call(method, each.__getitem__, deadline=self.cfg.deadlines.train)
 
     async def _sync(self) -> None:
         """What is published reaches the samplers, while training goes on."""

@@ -55,6 +55,8 @@ class Monitor:
     busy_total: dict[str, float] = field(default_factory=dict)  # engine → seconds since `poll` began
     polled_s: float = 0.0
     total_tokens: int = 0
+    publish_ms: list[float] = field(default_factory=list)
+    deliver_ms: list[float] = field(default_factory=list)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -158,6 +160,9 @@ class Monitor:
         ages = [version - m.version_min for m in metas]
         self.ages += ages
         self.trained_lengths += [sum(m.n_tokens for m in g.metas) for g in groups]
+        if "sync/total_ms" in self.aside:
+            self.publish_ms.append(self.aside["sync/publish_ms"])
+            self.deliver_ms.append(self.aside["sync/total_ms"])
         values = {**self.aside, **trained}
         self.aside = {}
         if scored:
@@ -239,6 +244,11 @@ class Monitor:
             "tokens_per_s": self.total_tokens / wall,
             "idle": {**idle, "trainer": max(0.0, 1 - self.trainer_busy / wall)},
             "trainer_waited_s": self.starved,
+            "replicas": {name: len(pool.handles) for name, pool in self.roles.engines().items()},
+            "sync_s": {
+                "publish": sum(self.publish_ms) / 1e3 / max(1, len(self.publish_ms)),
+                "deliver": sum(self.deliver_ms) / 1e3 / max(1, len(self.deliver_ms)),
+            },
             "stage_s": {stage: s / max(1, ledger.trained) for stage, s in ledger.seconds.items()},
             "age_mean": fmean(self.ages) if self.ages else 0.0,
             "age_max": max(self.ages, default=0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rl import teaching
+from rl import forecast, teaching
 from rl.config import Config, Engine
 
 SMALLEST_CPU = 0.05  # logical cores: below this share the actors of a laptop would only wait for each other
@@ -178,7 +178,7 @@ def _largest_share(cpus: Sequence[float], actors: int) -> float:
 
 
 def describe(cfg: Config, plan: Plan) -> list[str]:
-    """Placement, batch and bound, as they are printed before anything starts."""
+    """Placement, batch, bound and forecast, as they are printed before anything starts."""
     t, s, st = cfg.trainer, cfg.sampler, cfg.staleness
     head = [_placement(plan)]
     if not plan.of("trainer"):
@@ -191,6 +191,7 @@ def describe(cfg: Config, plan: Plan) -> list[str]:
         f"staleness  η = {st.max_age}: {bound}; at most {(st.max_age + 1) * t.prompts} groups under way",
         f"           late groups: {st.late}; running samples at new weights: {st.weights}",
         *_validation(cfg),
+        *_forecast(cfg, plan),
     ]
 
 
@@ -219,3 +220,18 @@ def _validation(cfg: Config) -> list[str]:
     who = "an engine of its own" if v.on == "replica" else "the trainer's ranks while they have no batch"
     n = v.prompts or cfg.data.held_out
     return [f"validation every {v.every} steps, {n} prompts by {who}, {v.share:.0%} of them at a time"]
+
+
+def _forecast(cfg: Config, plan: Plan) -> list[str]:
+    """What this run will do, from the service times of the newest one like it."""
+    found = forecast.newest(cfg)
+    if found is None:
+        return [f"forecast   nothing is measured yet: no finished run like it in {cfg.log.dir}"]
+    name, summary = found
+    seats = {
+        role.replace("teacher/", "teacher "): len(plan.of(role)) for role in {s.role for s in plan.seats}
+    }
+    service = forecast.measured(summary, cfg).at(seats)
+    said = forecast.forecast(service, prompts=cfg.trainer.prompts, max_age=cfg.staleness.max_age)
+    lines = [f"from the service times of {name}:", *forecast.describe(said)]
+    return [f"{'' if i else 'forecast':11}{line}" for i, line in enumerate(lines)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl.config import Config
 from rl.display import Display
+from rl.forecast import forecast, has_times, measured
 
 
 def print_summary(result: Mapping[str, Any], cfg: Config, folder: Path, show: Display) -> None:
@@ -24,6 +25,10 @@ def print_summary(result: Mapping[str, Any], cfg: Config, folder: Path, show: Di
     )
     show.note("")
     show.lines("where the time went", _time(result))
+    if has_times(result):
+        show.note("")
+        show.table("by the model of rl/forecast.py", ["", "predicted", "actual"], beside(result, cfg))
+        show.note("")
     show.lines("groups", _groups(result, cfg))
     show.lines("files", _files(folder, cfg))
 
@@ -39,6 +44,23 @@ def _time(result: Mapping[str, Any]) -> list[str]:
         f"({result['tokens_per_s']:,.0f} tokens/s sampled by policy and judge)",
         f"idle: {idle}",
         f"a group's life, on average: {stages}",
+    ]
+
+
+def beside(result: Mapping[str, Any], cfg: Config) -> list[list[str]]:
+    """Rows (what, predicted from the service times that this run measured, actual): it tests the model, not
+    the machine."""
+    steps = result["steps"]
+    said = forecast(measured(result, cfg), prompts=cfg.trainer.prompts, max_age=cfg.staleness.max_age)
+    idle = said.idle_over(steps)
+    return [
+        ["seconds per step", f"{said.seconds(steps) / steps:.3f}", f"{result['wall_s'] / steps:.3f}"],
+        *(
+            [f"{name} idle", f"{100 * idle[name]:.0f} %", f"{100 * share:.0f} %"]
+            for name, share in result["idle"].items()
+            if name in idle
+        ),
+        ["mean age", f"{said.age_over(steps):.2f}", f"{result['age_mean']:.2f}"],
     ]
 
 

@@ -28,14 +28,14 @@ from models.transformer import Transformer
 from models.weights import as_tensor, save_folder
 from rl.actors.net import interface_of, node_address
 from rl.actors.rollout import Rollout, Snapshot
-from rl.batch import build_micro
+from rl.batch import MicroBatch, build_micro
 from rl.config import Config
 from rl.engines.base import UpdateReport
 from rl.engines.make import Bundle
 from rl.errand import Errand, unpack
 from rl.objective import make_objective
 from rl.packing import bucket
-from rl.step import TrainState, make_optimizer, train_step
+from rl.step import Pending, TrainState, accumulate, begin, finish, make_optimizer, train_step
 from rl.sync import Manifest
 from rl.types import SampleMeta, SamplingParams
 from rl.wire.gather import gather
@@ -48,6 +48,7 @@ WIRE = "wire"
 class TrainerRank:
     def __init__(self, bundle: Bundle, cfg: Config, rank: int, version: int = 0) -> None:
         self.bundle, self.cfg, self.rank, self.version = bundle, cfg, rank, version
+        self.pending: Pending | None = None  # of a step that comes in parts
         self.store: dist.Store | None = None
         self.post: Post | None = None  # rank 0's
         s = cfg.sampler
@@ -98,9 +99,34 @@ class TrainerRank:
     def step(self, errand: Errand, *arrays: Any) -> dict[str, float]:
         """One optimiser step on this rank's share. `arrays`: tokens, then each teacher's and the reference's
         scores, per group."""
+        micros = self._micros(errand, arrays)
+        self.state, metrics = train_step(self.state, micros, self.objective, self.cfg.trainer)
+        return metrics
+
+    def feed(self, errand: Errand, *arrays: Any) -> None:
+        """The gradient of a part of a step is added to that of the parts before. Ends when the device is
+        done: what comes meanwhile makes a larger part."""
+        micros = self._micros(errand, arrays)
+        pending = self.pending or begin(self.state)
+        for i, micro in enumerate(micros):
+            sync = errand.last and i == len(micros) - 1
+            pending = accumulate(pending, micro, self.objective, sync=sync)
+        self.pending = pending
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def finish(self, scale: float) -> dict[str, float]:
+        """Step by what was fed, times `scale`."""
+        if self.pending is None:
+            raise RuntimeError("finish: nothing was fed")
+        self.state, metrics = finish(self.pending, self.cfg.trainer, scale=scale)
+        self.pending = None
+        return metrics
+
+    def _micros(self, errand: Errand, arrays: Sequence[Any]) -> list[MicroBatch]:
         cfg = self.cfg.trainer
         groups = unpack(self.cfg, errand, arrays)
-        micros = [
+        return [
             build_micro(
                 places,
                 groups,
@@ -111,8 +137,6 @@ class TrainerRank:
             )
             for places in errand.micros
         ]
-        self.state, metrics = train_step(self.state, micros, self.objective, cfg)
-        return metrics
 
     def publish(self) -> None:
         """Pack the weights as they are now. All ranks send theirs, in the engines' dtype; rank 0 has them."""

@@ -117,6 +117,9 @@ class Trainer:
     """FSDP2 processes."""
     micro_tokens: int = 8192
     """Tokens (prompt and answer) of one packed micro-batch, at most."""
+    stream: bool = False
+    """Train groups as they become ready, and step once the batch is complete; the same gradient. For losses
+    of one term, to which the rest of the batch adds a count alone."""
     share_prompt: bool = False
     """Compute a group's prompt once for all its answers; worth it where prompts are long beside answers."""
     compile: bool | None = None

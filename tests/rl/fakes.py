@@ -108,6 +108,8 @@ class FakeTrainer:
     lessons: list = field(default_factory=list)
     packed: int = -1  # version of the published weights
     sampled: set[int] = field(default_factory=set)  # versions of all trained tokens
+    fed: list[tuple[int, int]] = field(default_factory=list)  # (version, groups) of each part of a step
+    scales: list[float] = field(default_factory=list)
 
     async def rendezvous(self):
         return "127.0.0.1", 0
@@ -118,6 +120,11 @@ class FakeTrainer:
         self.version = version
 
     async def step(self, errand, *arrays):
+        await self.feed(errand, *arrays)
+        return await self.finish(1.0)
+
+    async def feed(self, errand, *arrays):
+        self.fed.append((self.version, len(errand.groups)))
         await asyncio.sleep(self.delay)
         for group in arrays:
             for sample in group.samples:
@@ -128,6 +135,9 @@ class FakeTrainer:
                 self.ages += ages.tolist()
                 self.sampled |= set(sample.versions.tolist())
         self.lessons += errand.lessons
+
+    async def finish(self, scale):
+        self.scales.append(scale)
         self.version += 1
         return {"loss/total": 0.0}
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl.admission import Ready, checked_pick, form_batch, room
+from rl.admission import Ready, checked_pick, form_batch, form_part, room
 
 
 def admit(**changes):
@@ -66,6 +66,41 @@ def test_o097_filtered_groups_give_their_admission_back_and_a_step_waits_for_a_f
     assert form_batch(refilled, (), version=0, max_age=0, prompts=8, late="drop").take == (
         0, 2, 3, 5, 7, 8, 9, 10
     )  # fmt: skip
+
+
+def part(ready, unready=(), **changes):
+    how = {"version": 7, "max_age": 2, "lacking": 6, "ranks": 1, "late": "drop", **changes}
+    return form_part(ready, unready, **how)
+
+
+def test_a_part_is_the_oldest_that_are_young_enough_and_no_more_than_the_batch_lacks():
+    ready = [Ready(9, 7), Ready(3, 6), Ready(5, 4), Ready(4, 7)]
+    assert part(ready) == form_batch(ready, (), version=7, max_age=2, prompts=3, late="drop")
+    assert part(ready).take == (3, 4, 9) and part(ready).stale == (5,)
+    assert part(ready, lacking=2).take == (3, 4) and part([]).take == ()
+    with pytest.raises(ValueError, match="version 8"):
+        part([Ready(0, 8)])
+
+
+def test_a_part_with_late_wait_ends_before_the_first_that_is_under_way():
+    ready = [Ready(1, 7), Ready(2, 7), Ready(4, 7)]
+    assert part(ready, {3, 5}, late="wait").take == (1, 2)
+    assert part(ready, {0}, late="wait").take == () and part(ready, {0}).take == (1, 2, 4)
+    assert part([*ready, Ready(0, 1)], late="wait").take == ()  # the stale one returns first
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_part_gives_each_rank_a_group_and_the_batch_is_filled_whatever_comes_when(ranks):
+    for batch in range(ranks, 12):
+        for arriving in range(1, batch + 1):
+            lacking, ready, parts = batch, 0, []
+            while lacking:
+                ready = min(lacking, ready + arriving)
+                take = part([Ready(i, 7) for i in range(ready)], lacking=lacking, ranks=ranks).take
+                assert take or ready < lacking, "all there and nothing taken"
+                parts += [len(take)] if take else []
+                lacking, ready = lacking - len(take), ready - len(take)
+            assert min(parts) >= ranks and sum(parts) == batch
 
 
 READY = [Ready(3, 7), Ready(5, 7, key="sort", reward=0.5), Ready(9, 6)]

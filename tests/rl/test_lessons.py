@@ -1,7 +1,10 @@
+from itertools import chain
+from typing import Any
+
 import pytest
 
 from rl.config import Loss
-from rl.lessons import Rated, advantages, make_lessons
+from rl.lessons import Rated, advantages, count, make_lessons
 
 
 def rated(rewards, n=3, taught=False):
@@ -60,3 +63,48 @@ def test_o098_a_prompt_of_weight_0_teaches_nothing_and_is_counted():
     first, second = make_lessons(both, Loss(), norm_length=4)
     assert all(w == 0.0 for lesson in second for w in lesson.weight.values())
     assert [lesson.weight["policy"] for lesson in first] == pytest.approx([1 / 8, 1 / 8])  # of all 8 tokens
+
+
+AGGS: list[Any] = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant", "prompt_mean"]
+STEP = [
+    Rated(n_tokens=(1, 3), rewards=(1.0, 0.0), teachers=("t",)),
+    Rated(n_tokens=(2, 5), rewards=(None, 1.0), weight=0.5),
+    Rated(n_tokens=(4, 7), rewards=(None, None), teachers=("t",)),
+]
+
+
+@pytest.mark.parametrize("agg", AGGS)
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"policy": 0.0, "distill": 0.3},
+        {"policy": 0.0, "distill": 0.3, "distill_mix": "geometric"},
+        {"distill": 0.3, "distill_form": "advantage"},
+    ],
+    ids=["policy", "distill", "mixture", "advantage"],
+)
+def test_weights_of_any_parts_divided_by_the_count_are_those_of_the_whole_step(agg, terms):
+    loss = Loss(agg=agg, **terms)
+    how = {"norm_length": 8, "teachers": {"t": 2.0}}
+    whole = make_lessons(STEP, loss, **how)
+    parts = [
+        lessons for own in (STEP[:1], STEP[1:]) for lessons in make_lessons(own, loss, **how, counted=False)
+    ]
+    divisor = count(STEP, loss)
+    for expected, lesson in zip(chain(*whole), chain(*parts), strict=True):
+        assert lesson.adv == expected.adv
+        if loss.policy:
+            assert lesson.weight["policy"] / divisor == pytest.approx(expected.weight["policy"], rel=1e-6)
+        else:
+            assert lesson.distill.keys() == expected.distill.keys()
+            assert [w / divisor for w in lesson.distill.values()] == pytest.approx(
+                [*expected.distill.values()], rel=1e-6
+            )
+    assert divisor > 1
+
+
+def test_the_count_is_of_tokens_samples_or_groups_that_count_in_the_term():
+    assert [count(STEP, Loss(agg=agg)) for agg in AGGS] == [1 + 3 + 5, 3, 3, 3, 2]
+    taught = [count(STEP, Loss(agg=agg, policy=0.0, distill=1.0)) for agg in AGGS]
+    assert taught == [1 + 3 + 4 + 7, 4, 4, 4, 2]

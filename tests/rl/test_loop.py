@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rl.config import Checkpoint, Deadlines, Staleness
+from rl.harvest import NothingToTrain, PickError
 from rl.ledger import Event, Ledger, apply
-from rl.loop import NothingToTrain, PickError
 from rl.roles import RoleError
 from rl.sync import SyncError
 from rl.types import InfraFail, ParseFail, Prompt, Score, Verdict
