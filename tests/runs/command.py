@@ -72,7 +72,9 @@ def wait_for_step(runs: Path, step: int, process: subprocess.Popen, seconds: flo
     """The run's folder, once its metrics have reached that step."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended before it could be disturbed"
+        if process.poll() is not None:
+            said = process.stdout.read() if process.stdout else ""
+            raise AssertionError(f"the run ended before it could be disturbed: {said[-2000:]}")
         for folder in runs.glob("*/metrics.jsonl"):
             lines = read_lines(folder)
             if lines and lines[-1]["step"] >= step:
