@@ -62,7 +62,7 @@ class Core:
         if device == "cuda":
             if not torch.cuda.is_available():
                 raise ValueError("VllmEngine: the installed vLLM is the CUDA build, and there is no GPU here")
-            if torch.cuda.device_count() < self.options.tensor_parallel:  # else vLLM waits without end
+            if torch.cuda.device_count() < self.options.tensor_parallel:
                 raise ValueError(
                     f"VllmEngine: tensor_parallel is {self.options.tensor_parallel}, and there are "
                     f"{torch.cuda.device_count()} GPUs here: give the engine as many"
