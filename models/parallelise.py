@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models.replica import hold, replica_of
-from models.transformer import Attend, Attention, Block, Transformer, rotate
+from models.transformer import Attention, Block, Transformer
 
 Recompute = Literal["none", "selective", "full"]
 DEAR = {
@@ -127,23 +126,17 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _join(attention: Attention) -> None:
-    """Replace the forward by one with a single matmul for queries, keys and values. The parameters stay
-    three: to lay them side by side is a read and a write of weights, nothing beside thousands of tokens."""
+    """Project to queries, keys and values by a single matmul. The parameters stay three: to lay them side by
+    side is a read and a write of weights, nothing beside thousands of tokens."""
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
 
-    def forward(x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
+    def project(x: Tensor) -> tuple[Tensor, ...]:
         bias = torch.cat([p.bias for p in parts]) if attention.q_proj.bias is not None else None
         joined = F.linear(x, torch.cat([p.weight for p in parts]), bias)
-        q, k, v = (
-            rearrange(part, "... (n h) -> ... n h", h=attention.head_dim)
-            for part in joined.split([p.out_features for p in parts], dim=-1)
-        )
-        if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        o = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous())
-        return attention.o_proj(rearrange(o, "... n h -> ... (n h)"))
+        q, k, v = joined.split([p.out_features for p in parts], dim=-1)
+        return q, k, v.contiguous()  # the other two are made anew by their rotation
 
-    attention.forward = forward
+    attention.project = project
 
 
 def _recompute(block: nn.Module, how: Recompute) -> None:
