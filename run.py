@@ -11,7 +11,7 @@ import tyro
 
 from rl import legacy
 from rl.check import check
-from rl.cli import given, normalise, take
+from rl.cli import give_way, given, normalise, take
 from rl.config import Config, ConfigError
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
@@ -39,7 +39,7 @@ def parse(argv: list[str]) -> tuple[Config, bool, str | None, str]:
     only_plan, rest = "--plan" in rest, [a for a in rest if a != "--plan"]
     args = normalise(rest, config)
     cfg = tyro.cli(
-        Config, args=args, default=config, prog=f"run.py --exp {name}",
+        Config, args=args, default=give_way(config, given(args)), prog=f"run.py --exp {name}",
         config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
     )  # fmt: skip
     if cfg.reward.legacy is not None:

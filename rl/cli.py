@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_origin, get_type_hints
 
-from rl.config import ConfigError
+from rl.config import Config, ConfigError, Data
 
 # A section's name alone names the field that people mean by it.
 SHORT = {"--data": "--data.file", "--judge": "--judge.model", "--scalar": "--scalar.model",
@@ -16,6 +16,7 @@ SHORT = {"--data": "--data.file", "--judge": "--judge.model", "--scalar": "--sca
 # What others have and people look for here, and where it is.
 ELSEWHERE = {"--reward.kl": "there is no KL in the reward, it is a term of the objective: set --loss.kl and "
                             "--loss.kl-form"}  # fmt: skip
+SOURCES = ("file", "reasoning_gym", "arithmetic")  # of prompts: a run has one, or the demo's
 _TRUE, _FALSE, _NONE = {"true", "1", "yes"}, {"false", "0", "no"}, {"none"}
 _BRACKETS = {"(": ")", "[": "]"}
 
@@ -88,6 +89,14 @@ def normalise(argv: Sequence[str], config: Any) -> list[str]:
 def given(args: Sequence[str]) -> set[str]:
     """Dotted names of the fields that normalised arguments set."""
     return {a.partition("=")[0].removeprefix("--").replace("-", "_") for a in args if a.startswith("--")}
+
+
+def give_way(config: Config, named: set[str]) -> Config:
+    """The experiment without its source of prompts where the command line names another. named: `given`."""
+    if not any(f"data.{source}" in named for source in SOURCES):
+        return config
+    blank = {source: getattr(Data(), source) for source in SOURCES if f"data.{source}" not in named}
+    return replace(config, data=replace(config.data, **blank))
 
 
 def _key(name: str) -> str:

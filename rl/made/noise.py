@@ -49,8 +49,9 @@ def save_random(cfg: ModelConfig, folder: Path, seed: int = 0) -> dict[str, floa
             f"save_random: {tokenizer.vocab_size} bytes and signs want more than {cfg.vocab_size}"
         )
     cfg = replace(cfg, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-    model = Transformer(cfg)
-    model.init_weights(torch.Generator().manual_seed(seed))
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # which takes a minute for 3B
+    model = Transformer(cfg, device=device)
+    model.init_weights(torch.Generator(device).manual_seed(seed))
     digits = [tokenizer.encode(digit)[0] for digit in "0123456789"]
     with torch.no_grad():
         for rows in (model.model.embed_tokens.weight, model.head):

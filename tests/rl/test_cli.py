@@ -205,6 +205,16 @@ def test_o094_a_list_ends_at_the_next_flag_also_at_one_with_an_underscore(points
         assert config.trainer.share_prompt is True and config.data.shuffle is False
 
 
+def test_a_source_of_prompts_on_the_command_line_takes_the_place_of_the_experiments():
+    assert parse(["--exp", "smollm2_arith"])[0].data.arithmetic == ("addition", "subtraction")
+    data = parse(["--exp", "smollm2_arith", "--data", "train.jsonl"])[0].data
+    assert (data.file, data.arithmetic, data.chat) == ("train.jsonl", (), "always")
+    data = parse(["--exp", "genrm_grpo_seed", "--data.arithmetic", "addition"])[0].data
+    assert (data.arithmetic, data.reasoning_gym) == (("addition",), ())
+    with pytest.raises(ConfigError, match="different sources"):
+        parse(["--exp", "smollm2_arith", "--data", "train.jsonl", "--data.arithmetic", "addition"])
+
+
 def test_o095_another_key_of_a_dictionary_is_refused_by_name():
     known = parse(["--exp", "opd", "--teachers.sorter.weight=0.5", "--teachers.sorter.engine.gpus=0.3"])[0]
     assert known.teachers["sorter"].weight == 0.5 and known.teachers["sorter"].engine.gpus == 0.3
