@@ -1,13 +1,10 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from models.checksum import checksum, checksums
 from models.config import ModelConfig
 from models.parallelise import parallelise
 from models.tokenizer import char_tokenizer, load_tokenizer
@@ -245,44 +241,3 @@ def test_an_untied_head_that_is_missing_is_named(tmp_path):
 def test_save_refuses_weights_of_another_model(tmp_path):
     with pytest.raises(ValueError, match="missing lm_head.weight"):
         save_folder(tmp_path, build(TIED), replace(TIED, tie_embeddings=False))
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_checksum_is_the_weighted_sum_of_the_bits_modulo_2_to_the_64(dtype):
-    raw = torch.randint(0, 256, (7 * dtype.itemsize,), dtype=torch.uint8)
-    size = dtype.itemsize
-    unsigned = size == 1
-    bits = [
-        int.from_bytes(raw[i * size : (i + 1) * size].numpy().tobytes(), "little", signed=not unsigned)
-        for i in range(7)
-    ]
-    expected = sum(b * (2 * i + 1) for i, b in enumerate(bits)) % 2**64
-    assert checksum(raw.view(dtype)) % 2**64 == expected
-
-
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 10**6), n=st.integers(2, 50), data=st.data())
-def test_checksum_sees_one_changed_element_and_one_swap(seed, n, data):
-    x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
-    i, j = data.draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=2, unique=True))
-    bit = data.draw(st.integers(0, 31))
-    flipped, swapped = x.clone(), x.clone()
-    flipped.view(torch.int32)[i] ^= (1 << bit) if bit < 31 else -(1 << 31)
-    swapped[[i, j]] = x[[j, i]]
-    assert checksum(flipped) != checksum(x)
-    assert checksum(swapped) != checksum(x)
-
-
-def test_checksum_does_not_depend_on_strides_chunks_or_the_container(monkeypatch):
-    x = torch.randn(6, 50)
-    whole = checksum(x)
-    assert checksum(x.T.contiguous().T) == whole
-    array = x.numpy().copy()
-    array.flags.writeable = False
-    assert checksum(array) == whole
-    monkeypatch.setattr("models.checksum.CHUNK", 7)
-    assert checksum(x) == whole
-    assert checksums({"x": x, "y": np.zeros(3, np.float32)}) == {"x": whole, "y": 0}
