@@ -246,6 +246,12 @@ def _loss_rules(cfg: Config) -> list[tuple[bool, str]]:
             f"loss.k must lie in 1..sampler.samples ({cfg.sampler.samples}), got {loss.k}",
         ),
         (
+            loss.advantage == "shrunk"
+            and not (cfg.reward.judge and cfg.judge.votes > 1 and cfg.judge.vote == "mean"),
+            "loss.advantage shrunk goes by how far a judge's votes are apart: set reward.judge, judge.votes >= 2 "
+            "and judge.vote mean, or take grpo",
+        ),
+        (
             fix.reject in ("token", "sequence", "geometric") and None in (fix.keep_low, fix.keep_high),
             f"correction.reject {fix.reject} needs correction.keep_low and correction.keep_high",
         ),

@@ -12,7 +12,7 @@ from rl.admission import Ready
 from rl.config import Config
 from rl.ledger import Kind, Reason
 from rl.lessons import Rated
-from rl.rewards.combine import combine, truths
+from rl.rewards.combine import combine, noise, truths
 from rl.roles import Pool, Roles
 from rl.seeds import fold_in
 from rl.teaching import Said, teachers_of
@@ -37,6 +37,7 @@ class Group:
     metas: Sequence[SampleMeta]
     verdicts: Sequence[Mapping[str, Verdict]]  # producer → what it says, for each sample
     rewards: tuple[float | None, ...]
+    noise: tuple[float, ...] = ()  # variance of each reward; none: all 0
     truth: Sequence[float | None]  # by the rule, which no judge sees; for the metrics
     tokens: Any
     teachers: Mapping[str, Said] = field(default_factory=dict)
@@ -44,7 +45,8 @@ class Group:
 
     def rewarded(self, weights: Mapping[str, float]) -> Group:
         """The group with its rewards under other weights of the producers."""
-        return replace(self, rewards=tuple(combine(outcomes(of), weights) for of in self.verdicts))
+        rewards = tuple(combine(outcomes(of), weights) for of in self.verdicts)
+        return replace(self, rewards=rewards, noise=noise(self.verdicts, weights))
 
     @property
     def version_min(self) -> int:
@@ -60,6 +62,7 @@ class Group:
         return Rated(
             n_tokens=tuple(m.n_tokens for m in self.metas),
             rewards=self.rewards,
+            noise=self.noise,
             weight=self.prompt.weight,
             teachers=tuple(self.teachers),
         )
@@ -103,6 +106,7 @@ async def follow(
         verdicts=verdicts,
         truth=await _truth(cfg, prompt, metas, verdicts),
         rewards=tuple(combine(outcomes(of), cfg.reward.weights) for of in verdicts),
+        noise=noise(verdicts, cfg.reward.weights),
         tokens=tokens,
         teachers=teachers,
         reference=reference,

@@ -52,6 +52,7 @@ ADVANTAGE: Mapping[str, Callable[..., tuple[Tensor, Aux]]] = {
     "best_of_group": losses.best_of_group_advantages,
     "opo": losses.opo_advantages,
     "reinforce_pp_baseline": losses.reinforce_pp_baseline_advantages,
+    "shrunk": losses.shrunk_advantages,
 }
 BY_LENGTH = ("opo", "reinforce_pp_baseline")  # also want the number of tokens
 
@@ -99,11 +100,15 @@ def policy(loss: Loss) -> Callable[..., tuple[Tensor, Aux]]:
     return call
 
 
-def advantage(loss: Loss, reward: Tensor, valid: Tensor, n_tokens: Tensor) -> tuple[Tensor, Aux]:
-    """Advantages [P, G] of rewards [P, G]; n_tokens [P, G]."""
+def advantage(
+    loss: Loss, reward: Tensor, valid: Tensor, n_tokens: Tensor, noise: Tensor
+) -> tuple[Tensor, Aux]:
+    """Advantages [P, G] of rewards [P, G], of these lengths and variances [P, G]."""
     function = ADVANTAGE[loss.advantage]
     if loss.advantage == "passk":
         return function(reward, valid, k=loss.k)
+    if loss.advantage == "shrunk":
+        return function(reward, noise, valid)
     return function(reward, n_tokens, valid) if loss.advantage in BY_LENGTH else function(reward, valid)
 
 

@@ -41,6 +41,7 @@ class Rated:
 
     n_tokens: tuple[int, ...]
     rewards: tuple[float | None, ...]
+    noise: tuple[float, ...] = ()  # variance of each reward as a measurement; none: they are exact
     teachers: tuple[str, ...] = ()  # of its prompt
     weight: float = 1.0  # of its prompt: a factor of each term, which leaves the counts as they are
 
@@ -50,7 +51,8 @@ def advantages(groups: Sequence[Rated], loss: Loss) -> tuple[list[list[float]], 
     reward = torch.tensor([[0.0 if r is None else r for r in g.rewards] for g in groups], dtype=torch.float64)
     valid = torch.tensor([[r is not None for r in g.rewards] for g in groups])
     n_tokens = torch.tensor([g.n_tokens for g in groups])
-    adv, aux = forms.advantage(loss, reward, valid, n_tokens)
+    noise = torch.tensor([g.noise or (0.0,) * len(g.rewards) for g in groups], dtype=torch.float64)
+    adv, aux = forms.advantage(loss, reward, valid, n_tokens, noise)
     return adv.tolist(), aux["signal"].tolist()
 
 

@@ -179,7 +179,11 @@ def describe(cfg: Config) -> list[str]:
         called = {f"fn/{i}": spec.rpartition("/")[2] for i, spec in enumerate(cfg.reward.fn)}
         terms = [f"{weight:g} {called.get(name, name)}" for name, weight in cfg.reward.weights.items()]
         if terms:
-            measured = {"grpo": "(r - mean_group) / (std_group + 1e-6)", "dr_grpo": "r - mean_group"}
+            measured = {
+                "grpo": "(r - mean_group) / (std_group + 1e-6)",
+                "dr_grpo": "r - mean_group",
+                "shrunk": "λ (r - mean_group) / (std_group + 1e-6), λ by how far the votes are apart",
+            }
             against = measured.get(loss.advantage, loss.advantage)
             lines.append(f"A = {against};  r = {' + '.join(terms)};  a missing reward is left out")
         if cfg.uses_teachers and loss.distill_form == "advantage":

@@ -12,9 +12,9 @@ class Loss:
 
     advantage: Literal[
         "grpo", "dr_grpo", "batch_std", "rloo", "gpg", "maxrl", "passk", "best_of_group", "opo",
-        "reinforce_pp_baseline",
+        "reinforce_pp_baseline", "shrunk",
     ] = "grpo"  # fmt: skip
-    """What a reward is measured against."""
+    """What a reward is measured against. shrunk: grpo, less where judge.votes disagree."""
     k: int = 4
     """The k of advantage passk."""
     policy: float = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rl.rewards.gsm8k import gsm8k
 from rl.rewards.gym import reasoning_gym
-from rl.types import Abstain, InfraFail, Outcome, ParseFail, Prompt, Score
+from rl.types import Abstain, InfraFail, Outcome, ParseFail, Prompt, Score, Verdict
 
 Rule = Callable[[Prompt, str], Outcome]
 
@@ -46,6 +46,21 @@ def combine(outcomes: Mapping[str, Outcome], weights: Mapping[str, float]) -> fl
     scored = [weights[name] * o.value for name, o in outcomes.items() if isinstance(o, Score)]
     failed = any(isinstance(o, ParseFail | InfraFail) for o in outcomes.values())
     return sum(scored) if scored and not failed else None
+
+
+def noise(said: Sequence[Mapping[str, Verdict]], weights: Mapping[str, float]) -> tuple[float, ...]:
+    """Of a group, the variance of each sample's reward: Σ weight² · variance over what voted on it.
+
+    Where all votes but one could not be read nobody knows how far they are apart: it counts as the noisiest
+    of the group by the same producer.
+    """
+
+    def of(name: str, verdict: Verdict) -> float:
+        if verdict.noise is not None or not isinstance(verdict.outcome, Score):
+            return verdict.noise or 0.0
+        return max((v.noise or 0.0 for verdicts in said if (v := verdicts.get(name))), default=0.0)
+
+    return tuple(sum(weights[name] ** 2 * of(name, v) for name, v in verdicts.items()) for verdicts in said)
 
 
 def kinds(outcomes: Iterable[Outcome]) -> Counter[str]:

@@ -47,6 +47,7 @@ def test_compositions_that_cannot_mean_what_they_say_are_refused():
     refused(GENRM, "correction", "no effect with correction.reject none", keep_high=2.0)
     refused(GENRM, "correction", "no effect with correction.weight none", high=2.0)
     refused(GENRM, "loss", "biased on samples of an older policy", form="reinforce")
+    refused(GENRM, "loss", "shrunk goes by how far a judge's votes are apart", advantage="shrunk")
     refused(GENRM, "loss", r"loss.k must lie in 1..sampler.samples", advantage="passk", k=9)
     refused(GENOPD, "loss", "wants one advantage per sequence", form="gspo", distill_form="advantage")
     refused(SYNC, "correction", "needs staleness.max_age > 0", prox="loglinear", weight="tis")

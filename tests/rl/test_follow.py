@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from losses import shrunk_advantages
 from rl import errand
 from rl.actors.rollout import Rollout
 from rl.actors.teacher import Teacher
 from rl.batch import build_micro
-from rl.config import Loss
+from rl.config import Loss, Staleness
 from rl.follow import Broken, Group, follow
 from rl.roles import Local, Pool, Roles, TrainerGroup
 from rl.types import Abstain, Call, Completion, Prompt, SamplingParams, Score, Verdict
-from tests.rl.fakes import FakeSampler, FakeTrainer, finish, make_loop, small
+from tests.rl.fakes import FakeJudge, FakeSampler, FakeTrainer, finish, make_loop, small
 from tests.rl.test_step import EVERYTHING, assert_same, gradients
 from tests.rl.test_synchronous import tiny_bundle
 
@@ -180,3 +181,19 @@ def test_o086_a_run_goes_on_with_the_others_and_counts_what_was_broken(tmp_path)
         assert logged["samples/broken"] == 3
     counted = result["judge_outcomes"]["judge"]  # no failure of the judge's
     assert counted.keys() == {"score", "abstain"} and counted["score"] == 3 * counted["abstain"] > 0
+
+
+def test_what_the_votes_of_a_judge_disagree_on_reaches_the_lesson(tmp_path):
+    def verdict(call, i):
+        return Verdict(outcome=Score(float(i % 2)), noise=0.1 * i)
+
+    cfg = small(steps=1, samples=4, staleness=Staleness(max_age=0))
+    cfg = replace(cfg, loss=Loss(advantage="shrunk"))
+    trainer = FakeTrainer(0)
+    finish(make_loop(tmp_path, cfg, trainer=trainer, judge=FakeJudge(verdict)))
+    weight = cfg.reward.weights["judge"]
+    rewards, noise = [weight * r for r in (0.0, 1.0, 0.0, 1.0)], [weight**2 * 0.1 * i for i in range(4)]
+    expected, _ = shrunk_advantages(torch.tensor([rewards]).double(), torch.tensor([noise]).double())
+    for group in range(0, len(trainer.lessons[0]), 4):
+        got = [lesson.adv for lesson in trainer.lessons[0][group : group + 4]]
+        assert got == pytest.approx(expected[0].tolist()) and len(set(map(abs, got))) > 1

@@ -108,3 +108,14 @@ def test_the_count_is_of_tokens_samples_or_groups_that_count_in_the_term():
     assert [count(STEP, Loss(agg=agg)) for agg in AGGS] == [1 + 3 + 5, 3, 3, 3, 2]
     taught = [count(STEP, Loss(agg=agg, policy=0.0, distill=1.0)) for agg in AGGS]
     assert taught == [1 + 3 + 4 + 7, 4, 4, 4, 2]
+
+
+def test_rewards_that_votes_disagree_on_are_shrunk_towards_the_groups_mean():
+    rewards, noise = (0.0, 1.0, 0.5, 1.0), (0.0, 0.0, 0.2, 0.1)
+    group = Rated(n_tokens=(2,) * 4, rewards=rewards, noise=noise)
+    (adv,), (signal,) = advantages([group], Loss(advantage="shrunk"))
+    var = (0.625**2 + 2 * 0.375**2 + 0.125**2) / 3
+    tau2 = var - sum(noise) / 4
+    want = [tau2 / (tau2 + v) * (r - 0.625) / (var**0.5 + 1e-6) for r, v in zip(rewards, noise, strict=True)]
+    assert signal and adv == pytest.approx(want, rel=1e-6)
+    assert advantages([group], Loss())[0][0] == advantages([rated(rewards)], Loss(advantage="shrunk"))[0][0]

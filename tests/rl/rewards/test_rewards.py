@@ -1,5 +1,7 @@
-from rl.rewards.combine import combine, exact, kinds
-from rl.types import Abstain, InfraFail, ParseFail, Prompt, Score
+import pytest
+
+from rl.rewards.combine import combine, exact, kinds, noise
+from rl.types import Abstain, InfraFail, ParseFail, Prompt, Score, Verdict
 
 WEIGHTS = {"f": 0.7, "g": 0.3}
 
@@ -38,3 +40,19 @@ def test_outcomes_are_counted_by_kind():
         "infra_fail": 1,
         "abstain": 1,
     }
+
+
+def test_the_noise_of_a_reward_is_that_of_its_terms_by_their_weights_squared():
+    exactly, unread = Verdict(outcome=Score(1.0)), Verdict(outcome=ParseFail("no_match"))
+
+    def voted(spread):
+        return Verdict(outcome=Score(0.5), noise=spread)
+
+    said = [
+        {"f": voted(0.1), "g": voted(0.2)},
+        {"f": voted(0.3), "g": exactly},
+        {"f": exactly, "g": unread},  # of f's votes one could be read
+    ]
+    want = [0.49 * 0.1 + 0.09 * 0.2, 0.49 * 0.3 + 0.09 * 0.2, 0.49 * 0.3]
+    assert noise(said, WEIGHTS) == pytest.approx(want)
+    assert noise([{"f": exactly}, {"f": exactly}], WEIGHTS) == (0.0, 0.0)
