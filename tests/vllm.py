@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/models/test_shards.py", "tests/engines/test_vllm_engine.py", "tests/runs/test_vllm_run.py")
+TESTS = ("tests/models/test_shards.py", "tests/engines/test_vllm_scheduler.py",
+         "tests/engines/test_vllm_engine.py", "tests/runs/test_vllm_run.py")  # fmt: skip
 
 
 def main(argv: list[str]) -> int:

@@ -21,7 +21,7 @@ from models.delta import Delta, digest
 from models.weights import Weights, as_tensor, check_state
 from rl.engines.base import EngineStats, PauseMode, UpdateReport
 from rl.engines.request import check_head, check_mode, check_request
-from rl.engines.vllm_args import VllmOptions, sampling
+from rl.engines.vllm_args import HOLDING, VllmOptions, sampling
 from rl.engines.vllm_core import Core
 from rl.engines.vllm_outputs import completion, top_scores
 from rl.engines.vllm_room import Room, asked
@@ -42,9 +42,8 @@ class VllmEngine:
     """`rl.engines.base.Engine` over vLLM, whose scheduler and workers are processes of their own.
 
     `state` are the weights by name, or the folder that holds them; none: random ones, until the first update.
-    Samples beyond `max_slots`, or beyond what
-    vLLM's cache has room for (rl/engines/vllm_room.py), wait here, in the order of their arrival. The same
-    seed draws the same tokens, but for rounding that neighbours change.
+    Samples beyond `max_slots`, or beyond what vLLM's cache has room for (rl/engines/vllm_room.py), wait here,
+    in the order of their arrival. The same seed draws the same tokens, but for rounding by the batch's size.
     If a process of vLLM dies, every waiting caller gets a RuntimeError, and so does every later call.
 
     "Efficient Memory Management for Large Language Model Serving with PagedAttention", Kwon et al. 2023.
@@ -129,14 +128,14 @@ class VllmEngine:
             if not await self._core.guard(lambda _: self._turns.wait(sample)):
                 return sample.index, NOTHING
             try:
-                output = await self._ask_until_current(ids, params, sample)
+                finish = await self._ask_until_current(ids, params, sample)
             finally:
                 self._turns.release()
         finally:
             self._samples.discard(sample)
-        return sample.index, completion(sample, output, greedy=params.temperature == 0)
+        return sample.index, completion(sample, finish, greedy=params.temperature == 0)
 
-    async def _ask_until_current(self, ids: list[int], params: SamplingParams, sample: Sample) -> Any:
+    async def _ask_until_current(self, ids: list[int], params: SamplingParams, sample: Sample) -> str | None:
         wanted = sampling(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -145,6 +144,7 @@ class VllmEngine:
             max_tokens=params.max_tokens,
             stop_token_ids=[*self.cfg.eos_ids, *params.stop_ids],
             logprobs=0,
+            extra_args={HOLDING: True},
         )
         while True:
             sample.begin(next(self._names), self._tally.epochs.now.salt)
@@ -154,7 +154,7 @@ class VllmEngine:
             finally:
                 del self._tally.live[sample.name]
             if not (sample.outdated and sample.wanted):
-                return output
+                return output.outputs[0].finish_reason
 
     async def _ask(self, name: str, ids: list[int], params: Any, sample: Sample | None = None) -> Any:
         prompt = {"prompt_token_ids": ids, "cache_salt": self._tally.epochs.now.salt}

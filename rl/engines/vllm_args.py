@@ -15,6 +15,8 @@ from models.shards import pieces
 BLOCK = {"cpu": 32, "cuda": 16}  # tokens per block of the cache; on a CPU 32 is the least that is fast
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of others vLLM dies at the first step
 SPARE = 1  # slots beside those of the samples, for the probe
+HOLDING = "viva_holding"  # of a request whose tokens vllm_scheduler keeps back until there are
+HOLD = 16  # of them
 LEAST_CACHE = 1e9  # bytes of keys and values: with less an engine on a GPU would hardly do anything at a time
 
 Device = Literal["cpu", "cuda"]
@@ -159,6 +161,8 @@ def engine_args(
         "enable_log_requests": False,
     }
     if cfg.head == "lm":
+        args["async_scheduling"] = device == "cuda"
+        args["scheduler_cls"] = f"rl.engines.vllm_scheduler.{'Async' * (device == 'cuda')}HoldingScheduler"
         args["logprobs_mode"] = "processed_logprobs"  # after temperature, top-k and top-p
         args["max_logprobs"] = -1
     if device == "cpu":

@@ -11,27 +11,21 @@ from rl.engines.vllm_samples import Sample
 from rl.types import Completion, Scores
 
 
-def completion(sample: Sample, output: Any, *, greedy: bool) -> Completion:
-    """What the finished RequestOutput of a sample holds. Raises RuntimeError where vLLM says it failed."""
-    said = output.outputs[0]
-    if said.finish_reason not in ("stop", "length", "abort"):
-        raise RuntimeError(f"vLLM ended {sample.name} with finish reason {said.finish_reason!r}")
-    tokens = np.asarray(said.token_ids, np.int32)
-    logps = own_logps(said.logprobs) if len(tokens) else np.zeros(0, np.float32)
-    versions = np.asarray([version for version, n in sample.spans for _ in range(n)], np.int32)
+def completion(sample: Sample, finish: str | None, *, greedy: bool) -> Completion:
+    """A sample that vLLM has ended. Raises RuntimeError where vLLM says it failed."""
+    if finish not in ("stop", "length", "abort"):
+        raise RuntimeError(f"vLLM ended {sample.name} with finish reason {finish!r}")
+    tokens = np.asarray(sample.tokens, np.int32)
+    logps = np.concatenate([np.zeros(0, np.float32), *sample.logps])
+    versions = np.repeat(*np.asarray(sample.spans or [[0, 0]], np.int32).T)
     if not len(tokens) == len(logps) == len(versions):
         raise RuntimeError(
-            f"vLLM sent {len(tokens)} tokens of {sample.name} and {len(logps)} log-probs; "
-            f"{len(versions)} had passed by"
+            f"vLLM sent {len(tokens)} tokens of {sample.name}, "
+            f"{len(logps)} log-probs and {len(versions)} times"
         )
     if greedy:
         logps = np.zeros_like(logps)  # the distribution that was sampled has one token
-    return Completion(tokens=tokens, logps=logps, versions=versions, finish=said.finish_reason)
-
-
-def own_logps(flat: Any) -> np.ndarray:
-    """[T] log-probs of the tokens themselves: the first entry of each position."""
-    return np.asarray(flat.logprobs, np.float32)[np.asarray(flat.start_indices)]
+    return Completion(tokens=tokens, logps=logps, versions=versions, finish=finish)
 
 
 def entries(flat: Any, n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rl.engines.vllm_room import Room, step
 
 
@@ -19,13 +21,16 @@ class Sample:
     seed: int
     name: str = ""  # vLLM's; no other sample has it
     salt: str = ""  # of the prefix cache: what was computed under another is not reused
+    tokens: list[int] = field(default_factory=list)
+    logps: list[np.ndarray] = field(default_factory=list)  # of the tokens, in parts
     spans: list[list[int]] = field(default_factory=list)  # [version, tokens], in order
     turn: asyncio.Future[bool] | None = None
     wanted: bool = True
     outdated: bool = False  # what it has is thrown away, and it begins anew
 
     def begin(self, name: str, salt: str) -> None:
-        self.name, self.salt, self.spans, self.outdated = name, salt, [], False
+        self.name, self.salt, self.outdated = name, salt, False
+        self.tokens, self.logps, self.spans = [], [], []
 
 
 class Turns:
@@ -116,7 +121,7 @@ class Epochs:
 
 
 class Tally:
-    """Sees every output as it comes from vLLM's core, before those of one sample are put together."""
+    """Takes the tokens of samples as they come from vLLM's core, some at a time; see vllm_scheduler.py."""
 
     def __init__(self, version: int, turns: Turns, outdated: Callable[[Sample], None]) -> None:
         self.epochs = Epochs(version)
@@ -128,24 +133,42 @@ class Tally:
         self._lost = 0  # preemptions since the last step
 
     def attach(self, output_processor: Any) -> None:
-        """vLLM tells the time of an output to its output processor alone, and nobody its weights (0.25)."""
+        """vLLM tells the time of an output to its output processor alone, and nobody its weights (0.25). Of a
+        sample, that sees the first and the last output, without tokens; of all else, everything."""
         process, states = output_processor.process_outputs, output_processor.request_states
         live = self.live
 
         def process_outputs(outputs: Sequence[Any], time: float, *args: Any, **kwargs: Any) -> Any:
-            epoch = self.epochs.at(time)
+            passed = []
             for output in outputs:
                 state = states.get(output.request_id)
                 sample = None if state is None else live.get(state.external_req_id)
                 if sample is None:
+                    passed.append(output)
                     continue
+                begins = not sample.tokens
                 if output.events:
                     self._look(output.events)
                 if output.new_token_ids:
-                    self._count(sample, len(output.new_token_ids), epoch)
-            return process(outputs, time, *args, **kwargs)
+                    self._take(sample, output)
+                if begins or output.finish_reason is not None:
+                    passed.append(output)
+            return process(passed, time, *args, **kwargs)
 
         output_processor.process_outputs = process_outputs
+
+    def _take(self, sample: Sample, output: Any) -> None:
+        tokens, told = output.new_token_ids, output.new_logprobs
+        sample.tokens += tokens
+        sample.logps.append(told.logprobs[:, 0])
+        times = told.sampled_token_ranks  # the scheduler's, see Held.take
+        first, last = self.epochs.at(times[0]), self.epochs.at(times[-1])
+        if first is last:
+            self._count(sample, len(tokens), last)
+        else:
+            for at in times:
+                self._count(sample, 1, self.epochs.at(at))
+        output.new_token_ids, output.new_logprobs = [], None
 
     def _count(self, sample: Sample, n: int, epoch: Epoch) -> None:
         spans = sample.spans

@@ -152,26 +152,50 @@ def processor(*samples: Sample):
     )
 
 
-def output(s: Sample, n: int, *preempted: float):
-    """preempted: the times."""
+def output(s: Sample, *times: float, preempted: tuple[float, ...] = (), finish: str | None = None):
+    """Tokens that were there at these times, as vllm_scheduler tells them."""
     events = [SimpleNamespace(type=SimpleNamespace(name="PREEMPTED"), timestamp=t) for t in preempted]
-    return SimpleNamespace(request_id=f"{s.name}-x", new_token_ids=[1] * n, events=events or None)
+    n = len(times)
+    told = SimpleNamespace(
+        logprobs=np.full((n, 1), -1.5, np.float32), sampled_token_ranks=np.asarray(times, np.float64)
+    )
+    return SimpleNamespace(
+        request_id=f"{s.name}-x",
+        new_token_ids=[7] * n,
+        new_logprobs=told,
+        events=events or None,
+        finish_reason=finish,
+    )
 
 
-def test_tokens_are_counted_per_version_and_outputs_are_passed_on_untouched():
+def test_tokens_are_counted_per_version_by_the_time_at_which_each_was_there():
     said = []
     tally, one, other = tally_of(said), sample(name="a", salt="0"), sample(name="b", salt="0")
     tally.live = {"a": one, "b": other}
     core = processor(one, other)
     tally.attach(core)
-    core.process_outputs([output(one, 1), output(other, 1)], 1.0, None)
+    core.process_outputs([output(one, 1.0), output(other, 1.0)], 1.0, None)
     tally.epochs.begin(2.0, 1, keep=True)
-    late = [output(one, 2)]
-    core.process_outputs(late, 1.9, None, weight_version="v")
-    core.process_outputs([output(one, 1), output(sample(name="gone"), 1)], 2.1)
-    assert one.spans == [[0, 3], [1, 1]] and other.spans == [[0, 1]] and not said
-    assert tally.sampled_tokens == 5
-    assert core.given[1] == (late, 1.9, (None,), {"weight_version": "v"})
+    core.process_outputs([output(one, 1.5, 1.9, 2.0, 2.1), output(sample(name="gone"), 2.1)], 2.1)
+    assert one.spans == [[0, 3], [1, 2]] and other.spans == [[0, 1]] and not said
+    assert tally.sampled_tokens == 6
+    c = completion(one, "length", greedy=False)
+    assert c.tokens.tolist() == [7] * 5 and c.versions.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_vllm_sees_the_first_and_the_last_output_of_a_sample_without_tokens_and_all_of_what_is_no_sample():
+    tally, one = tally_of([]), sample(name="a", salt="0")
+    score = sample(name="score")
+    tally.live = {"a": one}
+    core = processor(one, score)
+    tally.attach(core)
+    first, second, last = output(one, 1.0), output(one, 2.0, 3.0), output(one, 4.0, finish="stop")
+    other = output(score, 2.0)
+    for outputs in ([first], [second, other], [last]):
+        core.process_outputs(outputs, 1.0, None, weight_version="v")
+    assert core.given == [(x, 1.0, (None,), {"weight_version": "v"}) for x in ([first], [other], [last])]
+    assert all((x.new_token_ids, x.new_logprobs) == ([], None) for x in (first, last))
+    assert other.new_token_ids == [7] and len(one.tokens) == 4
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -182,14 +206,14 @@ def test_a_sample_that_was_submitted_before_an_update_and_begins_after_it_begins
     tally.live = {"a": late, "b": early}
     core = processor(late, early)
     tally.attach(core)
-    core.process_outputs([output(early, 1)], 1.0)
+    core.process_outputs([output(early, 1.0)], 1.0)
     tally.epochs.begin(2.0, 1, keep=keep)
-    core.process_outputs([output(late, 1), output(early, 1)], 3.0)
-    core.process_outputs([output(late, 1)], 4.0)
+    core.process_outputs([output(late, 3.0), output(early, 3.0)], 3.0)
+    core.process_outputs([output(late, 4.0)], 4.0)
     assert said == ([late] if keep else []) and late.outdated == keep and not early.outdated
     assert tally.sampled_tokens == (2 if keep else 4)
     late.begin("c", tally.epochs.now.salt)
-    assert (late.spans, late.outdated) == ([], False)
+    assert (late.tokens, late.logps, late.spans, late.outdated) == ([], [], [], False)
 
 
 def test_a_preemption_cuts_the_room_and_an_emptied_cache_does_not():
@@ -202,7 +226,7 @@ def test_a_preemption_cuts_the_room_and_an_emptied_cache_does_not():
     tally.attach(core)
     tally.epochs.begin(2.0, 1, keep=False)
     for event, preemptions, limit in ((1.5, 0, 8), (2.0, 0, 8), (2.5, 1, 6), (2.6, 2, 6)):
-        core.process_outputs([output(one, 1, event)], 3.0)
+        core.process_outputs([output(one, 3.0, preempted=(event,))], 3.0)
         tally.record(SimpleNamespace(kv_cache_usage=0.7), None)
         assert (tally.preemptions, turns.room.limit, tally.kv_use) == (preemptions, limit, 0.7)
     assert one.spans == [[1, 4]]
@@ -224,42 +248,33 @@ def flat(rows, first=False):
     )
 
 
-def finished(tokens, logprobs, reason):
-    said = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
-    return SimpleNamespace(outputs=[said])
+def ended(tokens: list[int], *logps: float, spans=None) -> Sample:
+    s = sample(name="a", spans=spans or [[0, len(tokens)]])
+    s.tokens, s.logps = tokens, [np.asarray([x], np.float32) for x in logps]
+    return s
 
 
 def test_a_completion_has_tokens_log_probs_and_versions_of_one_length():
-    s = sample(name="a", spans=[[3, 2], [4, 1]])
-    c = completion(
-        s, finished([5, 6, 7], flat([([5], [-1.0]), ([6], [-2.0]), ([7], [-3.0])]), "stop"), greedy=False
-    )
+    c = completion(ended([5, 6, 7], -1.0, -2.0, -3.0, spans=[[3, 2], [4, 1]]), "stop", greedy=False)
     assert (c.tokens.tolist(), c.logps.tolist(), c.versions.tolist()) == ([5, 6, 7], [-1, -2, -3], [3, 3, 4])
+    assert (c.tokens.dtype, c.logps.dtype, c.versions.dtype) == (np.int32, np.float32, np.int32)
     assert c.finish == "stop"
-    empty = completion(sample(name="b"), finished([], None, "abort"), greedy=False)
+    empty = completion(sample(name="b"), "abort", greedy=False)
     assert len(empty.tokens) == len(empty.logps) == len(empty.versions) == 0 and empty.finish == "abort"
+    assert (empty.tokens.dtype, empty.logps.dtype, empty.versions.dtype) == (np.int32, np.float32, np.int32)
 
 
 @pytest.mark.parametrize("tokens, reason", [([5, 2], "length"), ([5, 6], "stop")])
 def test_o074_how_an_answer_ended_is_what_the_engine_says_and_not_its_last_token(tokens, reason):
     """2 ends answers: the first was cut although it is there, the second was stopped by something else."""
-    c = completion(
-        sample(name="a", spans=[[0, 2]]),
-        finished(tokens, flat([([t], [-1.0]) for t in tokens]), reason),
-        greedy=False,
-    )
-    assert c.finish == reason
+    assert completion(ended(tokens, -1.0, -1.0), reason, greedy=False).finish == reason
 
 
 def test_what_does_not_add_up_is_an_error():
-    with pytest.raises(RuntimeError, match="1 had passed"):
-        completion(
-            sample(name="a", spans=[[0, 1]]),
-            finished([5, 6], flat([([5], [-1.0]), ([6], [-2.0])]), "stop"),
-            greedy=False,
-        )
+    with pytest.raises(RuntimeError, match="2 log-probs and 1 times"):
+        completion(ended([5, 6], -1.0, -2.0, spans=[[0, 1]]), "stop", greedy=False)
     with pytest.raises(RuntimeError, match="'error'"):
-        completion(sample(name="a"), finished([], None, "error"), greedy=False)
+        completion(sample(name="a"), "error", greedy=False)
 
 
 def test_scores_are_read_from_the_last_positions_of_a_prompt():
