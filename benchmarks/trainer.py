@@ -3,16 +3,19 @@
     python benchmarks/trainer.py --device cuda                          the four sizes, 3 minutes on an H200
     python benchmarks/trainer.py --device cuda --ablate 1.5B            attention, recompute, compile, head
     python benchmarks/trainer.py --device cuda --sizes 1.5B --profile          its kernels by time
-    python benchmarks/trainer.py --device cuda --sizes 1.5B --ranks 2          FSDP2, and the scaling
+    python benchmarks/trainer.py --device cuda --sizes 1.5B --ranks 2          two GPUs, and the scaling
     python benchmarks/trainer.py --device cuda --sizes 1.5B --baseline         transformers + FSDP2 beside it
     python benchmarks/trainer.py --device cpu --sizes tiny              some seconds
 
 A step is all of it: forward, the clipped policy loss, backward, reduction, clipping, AdamW on float32
-masters. Its time is the median over `--seconds`, after three steps for compilation. A line is a process.
+masters. Its time is from one to the next, the median over `--seconds`, after four steps for compilation. A
+line is a process.
 MFU = (6 · params · tokens + 6 · layers · N · H · Σ length²) / time / 989 TFLOP/s, the datasheet's dense bf16.
 Recomputation does not count as work. `proto` is the prototype's MFU (docs/results.md).
 
-One GPU holds masters and working weights (models/replica.py), several FSDP2; `--whole no` is FSDP2 on one.
+One GPU holds masters and working weights (models/replica.py). Each of several holds all working weights and
+a share of the masters (models/zero.py) where the former take less than a tenth of its memory; else, and with
+`--whole no` even on one, FSDP2. With `--whole yes` it is never FSDP2.
 
 7B on one GPU of 139.8 GiB, 16384 tokens, in GiB: float32 masters 28.4 and two moments 56.7, bfloat16 weights
 14.2: 99.3 at all times. Gradients stay bfloat16 until AdamW: 14.2 when backward ends, 1.0 (the head's) as it
@@ -62,7 +65,7 @@ def measure(row: Row) -> dict[str, Any] | None:
             mp.spawn(work, (row, port, path), nprocs=row.ranks)  # type: ignore[attr-defined]
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # type: ignore[attr-defined]
             why = str(error).strip().splitlines()
-            print(f"{label(row, row.attention)} failed: {why[-1][:300]}", flush=True)
+            print(f"{label(row, row.attention, row.shard is False)} failed: {why[-1][:300]}", flush=True)
             if "--trace" in sys.argv:
                 print("\n".join(why))
             return None
@@ -71,14 +74,14 @@ def measure(row: Row) -> dict[str, Any] | None:
     mfu = 100 * flops / (found["ms"] / 1e3) / PEAK
     rate, proto = row.tokens / found["ms"] * 1e3, PROTOTYPE.get(row.size, float("nan"))
     print(
-        f"{label(row, found['attention'])} {found['ms']:8.1f} {rate:10,.0f} {mfu:6.1f} {proto:6.1f} "
-        f"{found['peak']:6.1f} {found['first']:7.1f}",
+        f"{label(row, found['attention'], found['whole'])} {found['ms']:8.1f} {rate:10,.0f} {mfu:6.1f} "
+        f"{proto:6.1f} {found['peak']:6.1f} {found['first']:7.1f}",
         flush=True,
     )
     return {**found, "mfu": mfu}
 
 
-def label(row: Row, attention: str) -> str:
+def label(row: Row, attention: str, whole: bool) -> str:
     also = [
         name
         for name, on in [
@@ -86,7 +89,9 @@ def label(row: Row, attention: str) -> str:
             ("eager", not row.compile),
             ("head in 4 matmuls", not row.fuse),
             (f"{row.micros} micros", row.micros > 1),
-            ("FSDP2", row.shard is True),
+            ("FSDP2", row.shard is True or (row.ranks > 1 and not whole)),
+            ("whole weights", row.ranks > 1 and whole),
+            ("exchange at the end", not row.overlap),
             ("three projections", row.join is False),
             ("gathered twice", row.keep_gathered is False),
             ("gathered once", row.keep_gathered is True),
@@ -132,7 +137,10 @@ def main() -> None:
     parser.add_argument("--recompute", choices=["none", "selective", "full"], help="7B selective, else none")
     parser.add_argument("--full-blocks", type=int, help="7B 12, else 0")
     parser.add_argument("--gather", choices=["once", "twice"], help="else by memory")
-    parser.add_argument("--whole", choices=["yes", "no"], help="parameters on one GPU; else as it is best")
+    parser.add_argument("--whole", choices=["yes", "no"], help="weights on each GPU; else as it is best")
+    parser.add_argument(
+        "--exchange", choices=["beside", "after"], default="beside", help="backward, of whole"
+    )
     parser.add_argument("--join", choices=["yes", "no"], help="q, k, v in one matmul; else on CUDA")
     parser.add_argument("--compile", choices=["yes", "no"], help="else on CUDA")
     parser.add_argument("--offload", action="store_true")
@@ -161,6 +169,7 @@ def main() -> None:
             keep_gathered=None if cfg.gather is None else cfg.gather == "once",
             shard=None if cfg.whole is None else cfg.whole == "no",
             join=None if cfg.join is None else cfg.join == "yes",
+            overlap=cfg.exchange == "beside",
             offload=cfg.offload,
             profile=cfg.profile,
             inductor=tuple(cfg.inductor),

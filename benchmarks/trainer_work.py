@@ -19,6 +19,7 @@ from experiments.genrm_grpo import CONFIG
 from models.attention import choose_attention
 from models.config import ModelConfig, to_hf
 from models.parallelise import Recompute, parallelise
+from models.replica import replica_of
 from models.transformer import Transformer
 from rl.batch import GroupData, GroupTokens, MicroBatch, build_micro
 from rl.config import Loss, Trainer
@@ -60,6 +61,7 @@ class Row:
     keep_gathered: bool | None = None
     shard: bool | None = None
     join: bool | None = None
+    overlap: bool = True
     offload: bool = False
     fuse: bool = True
     baseline: bool = False
@@ -101,7 +103,7 @@ def work(rank: int, row: Row, port: int, path: str) -> None:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     n = max(3, int(row.seconds / _slowest(_timed(step), device)))  # all ranks must make as many
-    times = [_timed(step) for _ in range(n)]
+    times = _intervals(step, n)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
     if row.profile and rank == 0:
         _profile(step)
@@ -115,14 +117,14 @@ def work(rank: int, row: Row, port: int, path: str) -> None:
 
 
 def ours(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[], Any], dict[str, Any]]:
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = "bfloat16" if device.type == "cuda" or row.shard is False else "float32"
     attention = choose_attention(row.attention, device, getattr(torch, dtype))
     model = Transformer(row.cfg, device=device, dtype=torch.float32)
     model.init_weights()
     parallelise(
         model, mesh, compile=row.compile, param_dtype=dtype, recompute=row.recompute,
         full_blocks=row.full_blocks, offload=row.offload, keep_gathered=row.keep_gathered,
-        shard=row.shard, join=row.join,
+        shard=row.shard, join=row.join, overlap=row.overlap,
     )  # fmt: skip
     trainer = Trainer(lr=1e-6, warmup=0, offload=row.offload)
     config = replace(CONFIG, trainer=trainer, loss=Loss())
@@ -136,7 +138,7 @@ def ours(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[],
         box[0], metrics = train_step(box[0], micros, objective, trainer)
         return metrics
 
-    return step, {"attention": attention}
+    return step, {"attention": attention, "whole": replica_of(model) is not None}
 
 
 def packed(row: Row, tokens: int, device: torch.device, seed: int) -> MicroBatch:
@@ -187,7 +189,7 @@ def baseline(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable
         optimizer.step()
         return float(loss)
 
-    return step, {"attention": "sdpa"}
+    return step, {"attention": "sdpa", "whole": False}
 
 
 def _timed(step: Callable[[], Any]) -> float:
@@ -196,6 +198,17 @@ def _timed(step: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - begin
+
+
+def _intervals(step: Callable[[], Any], n: int) -> list[float]:
+    """From the end of each step on the host to that of the next, which is prepared while the optimiser of the
+    one before still runs, as in training."""
+    step()
+    marks = [time.perf_counter()]
+    for _ in range(n):
+        step()
+        marks.append(time.perf_counter())
+    return [end - begin for begin, end in zip(marks, marks[1:], strict=False)]
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from models.replica import hold, replica_of
+from models.replica import Replica, attach, replica_of
 from models.transformer import Attention, Block, Transformer
+from models.zero import Zero
 
 Recompute = Literal["none", "selective", "full"]
 DEAR = {
@@ -42,17 +43,22 @@ def parallelise(
     keep_gathered: bool | None = None,
     shard: bool | None = None,
     join: bool | None = None,
+    overlap: bool = True,
 ) -> Transformer:
-    """Compile each block and shard the model over the one-dimensional mesh (FSDP2), in place.
+    """Compile each block and shard the model over the one-dimensional mesh, in place.
 
-    Parameters are gathered in `param_dtype`; gradients are reduced in float32 and SUMMED over ranks, for
-    losses that are already divided by global counts. Parameters, gradients and what an optimiser makes of
-    them are float32 shards, with `offload` in the host's memory.
+    Ranks compute in `param_dtype`; gradients are added in float32 and SUMMED over ranks, for losses that are
+    already divided by global counts. Parameters at rest and what an optimiser makes of them are float32
+    shards, DTensors, with `offload` in the host's memory.
 
-    shard: without, parameters are whole: in float32 they are all there is, in another `param_dtype`
-    models/replica.py holds them twice. None: not where one rank has them in two precisions on its device.
+    shard: the weights that compute too, and gradients: FSDP2. Without, each rank has all of them. In float32,
+    which is for one rank, they are all there is; in another `param_dtype` models/replica.py holds masters
+    beside them, and models/zero.py for several ranks, which exchange gradients and new weights.
+    None: where float32, `offload` or, on several ranks, memory asks for it: all weights must take less than a
+    tenth, and keep_gathered not be False.
     join: queries, keys and values come from one matmul; keys and values alone are too narrow for a GPU to
     share out. None: on CUDA.
+    overlap: exchange gradients of whole weights beside the backward, or after it.
 
     recompute: what the backward pass computes again. none: what the compiler finds cheaper than memory.
     selective: all but matmuls and attention. full: the block from its input. `full_blocks`: so many, from the
@@ -72,14 +78,19 @@ def parallelise(
     # Inputs as they are: the root casts the embeddings, and rotary tables stay float32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     cuda = mesh.device_type == "cuda"
+    several, wide = mesh.size() > 1, dtype == torch.float32
+    gathered = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    small = not cuda or gathered < torch.cuda.get_device_properties().total_memory / 10
     if shard is None:
-        shard = mesh.size() > 1 or offload or dtype == torch.float32
-    if not shard and (offload or mesh.size() > 1):
-        raise ValueError("parallelise: only one rank, without offload, may keep its parameters whole")
-    offloading = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
+        shard = wide or offload or (several and (not small or keep_gathered is False))
     if keep_gathered is None:
-        gathered = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-        keep_gathered = not cuda or gathered < torch.cuda.get_device_properties().total_memory / 10
+        keep_gathered = small
+    if not shard and (offload or (several and wide)):
+        raise ValueError(
+            "parallelise: weights stay whole without offload, and on several ranks in a param_dtype below "
+            f"float32; got {param_dtype}, {mesh.size()} ranks, offload={offload}: leave out shard=False"
+        )
+    offloading = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
     split = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offloading)
     for i, block in enumerate(model.model.layers):
         assert isinstance(block, Block)
@@ -93,13 +104,18 @@ def parallelise(
     if compile:
         model.model.norm.compile(fullgraph=True)
     if not shard:
-        if dtype != torch.float32:
-            hold(model, dtype, compile=compile)
+        if several:
+            attach(
+                model,
+                Zero(model, dtype, compile=compile, mesh=mesh, units=[*model.model.layers], overlap=overlap),
+            )
+        elif not wide:
+            attach(model, Replica(model, dtype, compile=compile))
         return model
     split(model, reshard_after_forward=False)
     for module in _sharded(model):
         module.set_reshard_after_backward(not keep_gathered, recurse=False)
-        if mesh.size() > 1:  # one rank has nothing to sum, and the division would be one more pass
+        if several:  # one rank has nothing to sum, and the division would be one more pass
             module.set_gradient_divide_factor(1.0)
             # The factor alone asks for a pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
@@ -116,7 +132,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward reduces gradients over ranks, or each adds them up, whole and in float32."""
+    """Whether the next backward reduces gradients over ranks, or each adds them up, whole and in float32.
+    Call it before the forward of each micro-batch."""
+    if (replica := replica_of(model)) is not None:
+        replica.micro(exchange=now)
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
 

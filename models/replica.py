@@ -1,7 +1,8 @@
-"""Mixed precision on one rank: float32 masters, and the weights of lower precision that compute."""
+"""Mixed precision without shards: float32 masters, and the weights of lower precision that compute."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +11,19 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter in both precisions, and its gradient in the step."""
+    """A parameter in both precisions, or the rows of it that a rank steps, and its gradient in the step."""
 
-    master: nn.Parameter
-    working: nn.Parameter
-    grad: Tensor  # of the working dtype, or a float32 sum over micro-batches
+    master: nn.Parameter  # of rows a DTensor
+    working: Tensor
+    grads: tuple[Tensor, ...]  # to be added in float32: of the working dtype, or sums over micro-batches
+
+
+def summed(pieces: Sequence[Tensor]) -> Tensor:
+    """In float32, and in the order of ranks: the same bits on whichever rank."""
+    total = pieces[0].float()
+    for piece in pieces[1:]:
+        total = total + piece
+    return total
 
 
 class Replica:
@@ -30,8 +39,8 @@ class Replica:
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, compile: bool) -> None:
         self.compile = compile  # whether whoever steps the masters should compile that too
         own = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
-        self.slots = [(module, name, p) for module, name, p in own if p is not None]
-        self.masters = [p for _, _, p in self.slots]
+        self.slots = [(module, name) for module, name, p in own if p is not None]
+        self.masters = [p for _, _, p in own if p is not None]
         self.working: list[nn.Parameter] = [nn.Parameter(p.detach().to(dtype)) for p in self.masters]
         self.rounded = self._versions()
         model.register_forward_pre_hook(lambda *_: self.work())
@@ -40,14 +49,17 @@ class Replica:
         """Put the working weights in place, rounded anew if any master has been written since."""
         self._fold()
         if self.rounded != self._versions():
-            with torch.no_grad():
-                torch._foreach_copy_([*self.working], [*self.masters])
+            self._round()
             self.rounded = self._versions()
         self._place(self.working)
 
     def rest(self) -> None:
         """Put the masters in place."""
         self._place(self.masters)
+
+    def micro(self, exchange: bool) -> None:
+        """Say, before its forward, that a micro-batch begins, and whether ranks add up gradients in its
+        backward."""
 
     def gradients(self) -> list[Held]:
         """Of the step, where there are any."""
@@ -57,10 +69,17 @@ class Replica:
             w.grad if m.grad is None else m.grad for m, w in zip(self.masters, self.working, strict=True)
         ]
         both = zip(self.masters, self.working, grads, strict=True)
-        return [Held(m, w, g) for m, w, g in both if g is not None]
+        return [Held(m, w, (g,)) for m, w, g in both if g is not None]
+
+    def over_ranks(self, total: Tensor) -> Tensor:
+        """The sum of what each rank has of a total over `gradients`."""
+        return total
+
+    def written(self, i: int) -> None:
+        """Say that the i-th of `gradients` has been stepped: master and working weight. In their order."""
 
     def stepped(self) -> None:
-        """Say that masters and working weights have been written together. Forgets the gradients."""
+        """Say that all have been. Forgets the gradients."""
         self.forget()
         self.rounded = self._versions()
 
@@ -77,8 +96,12 @@ class Replica:
                     master.grad.add_(working.grad)
                 working.grad = None
 
-    def _place(self, parameters: list[nn.Parameter]) -> None:
-        for (module, name, _), p in zip(self.slots, parameters, strict=True):
+    @torch.no_grad()
+    def _round(self) -> None:
+        torch._foreach_copy_([*self.working], [*self.masters])
+
+    def _place(self, parameters: Sequence[nn.Parameter]) -> None:
+        for (module, name), p in zip(self.slots, parameters, strict=True):
             module._parameters[name] = p
 
     def _versions(self) -> list[int]:
@@ -86,9 +109,8 @@ class Replica:
         return [p._version for p in self.masters]
 
 
-def hold(model: nn.Module, dtype: torch.dtype, *, compile: bool) -> None:
-    """Make the model's forward use weights of `dtype`, its parameters staying the float32 masters."""
-    object.__setattr__(model, "_replica", Replica(model, dtype, compile=compile))
+def attach(model: nn.Module, replica: Replica) -> None:
+    object.__setattr__(model, "_replica", replica)  # past Module's, which looks for parameters
 
 
 def replica_of(model: nn.Module) -> Replica | None:

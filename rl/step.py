@@ -146,9 +146,11 @@ def _clip_and_step(state: TrainState, bound: float, scale: float) -> Tensor:
         state.optimizer.step()
         return norm
     held = replica.gradients()
-    norm = scale * total_norm([h.grad for h in held])
+    squared = adamw.squared_norm(held, compile=replica.compile)
+    norm = scale * replica.over_ranks(squared).sqrt()
+    factor = clip_factor(norm, bound, scale)
     assert isinstance(state.optimizer, torch.optim.AdamW)
-    adamw.step(state.optimizer, held, clip_factor(norm, bound, scale), compile=replica.compile)
+    adamw.step(state.optimizer, held, factor, compile=replica.compile, written=replica.written)
     replica.stepped()
     return norm
 

@@ -117,8 +117,9 @@ def test_gradients_of_several_micro_batches_add_up_in_float32():
         held.work()
         model(torch.full((1, 1), share, dtype=torch.bfloat16)).sum().backward()
     (weight,) = held.gradients()
-    assert weight.grad.item() == 1 + 2.0**-8 and weight.grad.dtype == torch.float32
-    assert weight.working.grad is None
+    (grad,) = weight.grads
+    assert grad.item() == 1 + 2.0**-8 and grad.dtype == torch.float32
+    assert held.working[0].grad is None
 
 
 def _rank(rank: int, folder: str) -> None:

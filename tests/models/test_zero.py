@@ -1,0 +1,116 @@
+"""Gradients and weights that ranks exchange, whatever the rows of their parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from models.attention import make_layout, packed_attention
+from models.parallelise import parallelise, sync_gradients
+from models.replica import replica_of, summed
+from models.transformer import Transformer
+from models.zero import Zero
+from rl.adamw import squared_norm
+from tests.ranks import spawn
+from tests.rl.test_step import MODEL
+
+
+def fresh() -> Transformer:
+    model = Transformer(MODEL)
+    model.init_weights(torch.Generator().manual_seed(5))
+    return model
+
+
+class Odd(nn.Module):
+    """Rows that do not divide, and fewer than ranks; a parameter that only some ranks use, and one none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.few = nn.Parameter(torch.randn(1, 5)), nn.Parameter(torch.randn(4))
+        self.none, self.all = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(7, 5))
+
+    def forward(self, some: bool) -> torch.Tensor:
+        total = self.all.sum() + 2 * self.few.sum()
+        return total + 4 * self.some.sum() if some else total
+
+
+def _odd(rank: int, ranks: int, folder: str) -> Any:
+    model = Odd()
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    zero = Zero(model, torch.bfloat16, compile=False, mesh=mesh, units=[])
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    found = []
+    for micros in (1, 2):
+        for idle in (False, True):
+            for i in range(micros):
+                zero.micro(exchange=i == micros - 1)
+                loss = model(rank == 0)
+                if not (idle and rank == 1):
+                    (3 * loss).backward()
+            held = zero.gradients()
+            zero.rest()
+            grads = {n: torch.zeros(s) for n, s in shapes.items()}
+            names = {p: n for n, p in model.named_parameters()}
+            for h in held:
+                own, master = summed(h.grads), h.master
+                own = DTensor.from_local(own, mesh, [Shard(0)], shape=master.shape, stride=master.stride())
+                grads[names[master]] = own.full_tensor()
+            norm = zero.over_ranks(squared_norm(held, compile=False)).sqrt()
+            found.append({n: g.unique().tolist() for n, g in grads.items()})
+            torch.testing.assert_close(norm, torch.cat([g.flatten() for g in grads.values()]).norm())
+            zero.forget()
+    return found
+
+
+def test_rows_that_are_none_and_gradients_that_are_missing_count_as_zero(tmp_path):
+    found = spawn(3, tmp_path, _odd)
+    for (micros, busy), grads in zip([(1, 3), (1, 2), (2, 3), (2, 2)], found, strict=True):
+        each = 3.0 * micros
+        assert grads == {"some": [4 * each], "few": [2 * each * busy], "none": [0], "all": [each * busy]}
+
+
+def _order(rank: int, ranks: int, folder: str, overlap: bool) -> Any:
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    model = parallelise(fresh(), mesh, compile=False, param_dtype="bfloat16", overlap=overlap)
+    zero = replica_of(model)
+    assert isinstance(zero, Zero)
+    sync_gradients(model, True)
+    ids, seen = torch.arange(3), []
+    layout = make_layout([3])
+    hidden = model(ids, ids, lambda layer, q, k, v: packed_attention(q, k, v, layout))
+    model.model.embed_tokens.weight.register_hook(lambda g: seen.append(zero.exchanged))
+    (hidden @ model.head.T).sum().backward()
+    after = zero.exchanged
+    assert len(zero.gradients()) == len(zero.masters)
+    return seen, after, zero.exchanged, len(zero.units)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_blocks_gradients_travel_while_backward_goes_on_or_after_it(tmp_path, overlap):
+    (before_embedding,), after, last, units = spawn(2, tmp_path, _order, overlap)
+    assert units == last == 4  # final norm and two blocks; then embedding and head
+    assert (before_embedding, after) == ((3, 4) if overlap else (0, 0))
+
+
+def _choices(rank: int, ranks: int, folder: str) -> Any:
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+
+    def whole_with(**how: Any) -> bool:
+        return replica_of(parallelise(fresh(), mesh, compile=False, **how)) is not None
+
+    assert whole_with(param_dtype="bfloat16") and whole_with(param_dtype="bfloat16", keep_gathered=True)
+    assert not whole_with(param_dtype="float32")
+    assert not whole_with(param_dtype="bfloat16", offload=True)
+    assert not whole_with(param_dtype="bfloat16", keep_gathered=False)
+    assert not whole_with(param_dtype="bfloat16", shard=True)
+    refused: list[dict[str, Any]] = [{"param_dtype": "float32"}, {"param_dtype": "bfloat16", "offload": True}]
+    for how in refused:
+        with pytest.raises(ValueError, match="leave out shard=False"):
+            whole_with(shard=False, **how)
+
+
+def test_weights_stay_whole_where_they_are_rounded_and_memory_allows(tmp_path):
+    spawn(2, tmp_path, _choices)
