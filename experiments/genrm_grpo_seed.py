@@ -43,7 +43,7 @@ CONFIG = Config(
     reward=Reward(judge=1.0, rule_name="gsm8k"),
     loss=Loss(eps_low=0.2, eps_high=0.28, dual_clip=10.0),
     trainer=Trainer(steps=200, prompts=16, lr=1e-6, warmup=0, final_lr=1.0, betas=(0.9, 0.999),
-                    weight_decay=0.1, micro_tokens=16_384, gpus=0.5),
+                    weight_decay=0.1, micro_tokens=40_960, share_prompt=True, gpus=0.5),
     staleness=Staleness(max_age=7),
     deadlines=Deadlines(start=900),
     checkpoint=Checkpoint(every=0),

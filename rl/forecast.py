@@ -8,7 +8,7 @@ Groups go round a closed loop, at most (η + 1) · B of them at a time (rl/admis
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from pathlib import Path
@@ -28,6 +28,7 @@ class Stage:
     alone_s: float  # a group's time in it when it waits for nobody
     at_a_time: float = 1.0  # groups in one replica
     replicas: int = 1
+    full: float = 1.0  # share of its slots in use while it worked; below 1 it may be faster than its rate
 
     @property
     def rate(self) -> float:
@@ -45,6 +46,7 @@ class Service:
     between_s: float = 0.0  # the loop between two steps: packing, metrics, checkpoints
     deliver_s: float = 0.0  # beside training, before the next publishing and before new groups
     kept: float = 1.0  # share of admitted groups that is trained, in (0, 1]
+    stream: bool = False  # groups are trained as they arrive (trainer.stream)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -99,7 +101,11 @@ def forecast(service: Service, *, prompts: int, max_age: int) -> Forecast:
     A batch that waits for no other batch goes round, streaming from stage to stage as a flow shop does
     (Johnson 1954), with x_i = max(0, B / rate_i - alone_i) from its first to its last group, in
 
-        R = alone_sampler + max_e [alone_e + max(x_sampler, x_e)] + train + publish + deliver.
+        R = alone_sampler + max_e [alone_e + max(x_sampler, x_e)] + train + publish + deliver,
+
+    and with trainer.stream, where training is one more stage of the flow shop, with
+
+        max(x + train / B, train)    in the place of    x + train,    x = max(x_sampler, x_e).
 
     η + 1 batches go round at a time, so by Little's law and the two bounds of a closed network (Denning and
     Buzen 1978)
@@ -107,12 +113,12 @@ def forecast(service: Service, *, prompts: int, max_age: int) -> Forecast:
         step = max(max_i B / rate_i, R / (η + 1)),   idle_i = 1 - (B / rate_i) / step,
 
     the trainer's without `between`, in which it stands still. So at η = 0 step = R, a sum instead of a
-    maximum; what training gains that begins before its batch is whole is left out. By Little's law again,
+    maximum. By Little's law again,
 
         groups at a place = B / step · time there,   Σ over places = (η + 1) · B,
 
     and what a batch's (η + 1) · step is longer than R, it spends waiting for the bottleneck. Within a batch a
-    group waits x / 2 at its slowest stage, and as long for the rest of it at the trainer.
+    group waits x / 2 at its slowest stage, and for the rest of it at the trainer.
 
     A batch is admitted when the version rises and is trained η versions later, so its age is η less the
     versions that pass between admission and the first token. That is 0 unless groups queue for the sampler:
@@ -123,8 +129,8 @@ def forecast(service: Service, *, prompts: int, max_age: int) -> Forecast:
     with at least rate · R groups under way: η = ⌈R / max_i (B / rate_i)⌉ - 1.
 
     Fluid, deterministic and steady: stragglers, failures and the time between an engine's calls make a run
-    slower, and between two stages of nearly the same rate a queue moves for many steps. Raises ValueError for
-    numbers out of range.
+    slower, and between two stages of nearly the same rate a queue moves for many steps. Streaming is taken as
+    if the optimiser's own time were spread over the groups too. Raises ValueError for numbers out of range.
     """
     if prompts < 1 or max_age < 0 or not 0 < service.kept <= 1:
         raise ValueError(
@@ -141,16 +147,17 @@ def forecast(service: Service, *, prompts: int, max_age: int) -> Forecast:
         key=lambda s: s.alone_s + max(spread[first.name], spread.get(s.name, 0.0)),
     )
     behind = max((first.name, exam.name), key=lambda name: spread.get(name, 0.0))
-    trip = first.alone_s + exam.alone_s + spread[behind] + train_s + service.deliver_s
+    early = service.train_s - service.train_s / prompts if service.stream else 0.0  # before the last group
+    trip = first.alone_s + exam.alone_s + max(spread[behind], early) + train_s - early + service.deliver_s
     slowest = max(busy, key=lambda name: busy[name])
     if busy[slowest] <= 0:
         raise ValueError("forecast: expected a stage that takes time, got service times that are all 0")
     step = max(busy[slowest], trip / (max_age + 1))
     wait = (max_age + 1) * step - trip
-    there = {first.name: first.alone_s, "trainer": train_s, "sync": service.deliver_s}
+    there = {first.name: first.alone_s, "sync": service.deliver_s}
     there |= {s.name: s.alone_s for s in service.examiners if s is exam}
     there[behind] += spread[behind] / 2
-    there["trainer"] += spread[behind] / 2
+    there["trainer"] = trip - sum(there.values())
     at = "trainer" if slowest == "sync" else slowest  # a trained step waits there until it may publish
     there[at] = there.get(at, 0.0) + wait
     queued = wait if slowest == first.name else 0.0
@@ -183,15 +190,17 @@ def has_times(summary: Mapping[str, Any]) -> bool:
     return told and summary["steps"] > 0 and summary["trained"] > 0 and "sampler" in summary["idle"]
 
 
-def measured(summary: Mapping[str, Any], cfg: Config) -> Service:
+def measured(summary: Mapping[str, Any], cfg: Config, *, trainer_s: float | None = None) -> Service:
     """The service times in the summary of a finished run with this config (the replicas are the summary's).
+
+    trainer_s: the trainer's seconds on a step, publishing too; None: the mean of all, whose first compile.
 
     A replica's work for one group is busy seconds · replicas / groups; with alone_s it tells how many it has
     at a time. alone_s is the group's measured time there, but at most work · slots / samples: more than the
-    slots hold waits. An engine is busy while it runs anything, so the rate of one that was never full is a
-    lower bound. Work that is not for training (validation, canaries) counts as if it were, and where
-    engines share cores or a GPU their times hold for this sharing alone. Raises ValueError for a summary
-    without them (`has_times`).
+    slots hold waits. An engine is busy while it runs anything, vLLM while anything is asked of it, so the
+    rate of one that was never `full` is a lower bound, and no number of tokens/s is assumed. Work that is
+    not for training (validation, canaries) counts as if it were, and where engines share cores or a GPU
+    their times hold for this sharing alone. Raises ValueError for a summary without them (`has_times`).
     """
     if not has_times(summary):
         raise ValueError("measured: no service times: expected a run of a step and of a few seconds")
@@ -206,10 +215,11 @@ def measured(summary: Mapping[str, Any], cfg: Config) -> Service:
 
     def stage(name: str, seconds: float) -> Stage:
         work = (1 - idle[name]) * wall * replicas[name] / groups  # of one replica
-        alone = max(work, min(seconds, work * max(1.0, slots[name] / cfg.sampler.samples)))
-        return Stage(
-            name=name, alone_s=alone, at_a_time=alone / work if work else inf, replicas=replicas[name]
-        )
+        room = max(1.0, slots[name] / cfg.sampler.samples)
+        alone = max(work, min(seconds, work * room))
+        held = alone / work if work else inf
+        full = min(1.0, held / room) if seconds else 1.0
+        return Stage(name=name, alone_s=alone, at_a_time=held, replicas=replicas[name], full=full)
 
     examiners = [stage(name, stage_s["judge"]) for name in ("judge", "scalar") if name in idle]
     if stage_s["judge"] and not examiners:  # rules, functions, judges elsewhere: nobody knows their limit
@@ -217,51 +227,66 @@ def measured(summary: Mapping[str, Any], cfg: Config) -> Service:
     taught = [stage(name, stage_s["teach"]) for name in idle if name.startswith("teacher ")]
     taught += [stage("reference", 0.0)] if "reference" in idle else []  # no stage of its own is recorded
     publish_s = summary["sync_s"]["publish"]
+    trainer_s = (1 - idle["trainer"]) * wall / steps if trainer_s is None else trainer_s
     stood_s = idle["trainer"] * wall - summary["trainer_waited_s"]  # though a batch was there
     return Service(
         sampler=stage("sampler", stage_s["generate"]),
         examiners=(*examiners, *taught),
-        train_s=max(0.0, (1 - idle["trainer"]) * wall / steps - publish_s),
+        train_s=max(0.0, trainer_s - publish_s),
         publish_s=publish_s,
         between_s=max(0.0, stood_s) / steps,
         deliver_s=summary["sync_s"]["deliver"],
         kept=kept,
+        stream=cfg.trainer.stream,
     )
 
 
-# A run that agrees in these did the same work on the same engines.
+def trainer_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
+    """What the trainer works on one step, publishing too: the mean of the later half of a run's steps, as the
+    first compile. lines: its metrics, where idle/trainer is 1 - work / time since it began.
+    """
+    began = lines[0]["time"] - lines[0]["throughput/step_s"]
+    work = [0.0, *((1 - line["idle/trainer"]) * (line["time"] - began) for line in lines)]
+    half = len(lines) // 2
+    return (work[-1] - work[half]) / (len(lines) - half)
+
+
+# A run that agrees in these did the same work on the same engines ...
 SAME = (
-    "policy.model", "judge.model", "judge.votes", "judge.max_tokens", "scalar.model", "teachers", "data.file",
-    "sampler.samples", "sampler.max_tokens", "sampler.slots", "sampler.engine", "judge.engine",
-    "scalar.engine", "trainer.prompts", "trainer.ranks", "trainer.gpus", "trainer.device",
+    "policy.model", "data.file", "data.reasoning_gym", "data.arithmetic", "data.tasks", "data.chat",
+    "sampler", "judge", "scalar", "teachers", "reward", "loss", "trainer", "staleness", "sync",
 )  # fmt: skip
+FREE = {  # ... whatever these were
+    "replicas", "max_age", "attempts", "steps", "lr", "warmup", "final_lr", "betas", "weight_decay",
+}  # fmt: skip
 
 
-def newest(cfg: Config) -> tuple[str, Mapping[str, Any]] | None:
-    """Name and summary of the newest finished run of this experiment in log.dir that had the same models,
-    batch and engines; None: there is none. Replicas of engines, η and all else may differ."""
+def newest(cfg: Config) -> tuple[str, Mapping[str, Any], float] | None:
+    """(name, summary, `trainer_seconds`) of the newest finished run in log.dir of this experiment that did
+    the same work on the same engines (SAME); None: there is none. Its hardware is not compared."""
     wanted = json.loads(json.dumps(to_dict(cfg)))
     runs = sorted(Path(cfg.log.dir).glob(f"{cfg.name}-*/summary.json"), key=lambda p: p.stat().st_mtime)
     for path in reversed(runs):
-        summary, told = json.loads(path.read_text()), path.with_name("config.json")
-        if has_times(summary) and told.is_file():
-            had = json.loads(told.read_text())
-            if all(_field(had, name) == _field(wanted, name) for name in SAME):
-                return path.parent.name, summary
+        summary, had = (json.loads(path.with_name(f).read_text()) for f in (path.name, "config.json"))
+        if has_times(summary) and all(_work(had, name) == _work(wanted, name) for name in SAME):
+            lines = path.with_name("metrics.jsonl").read_text().splitlines()[-summary["steps"] :]
+            return path.parent.name, summary, trainer_seconds([json.loads(line) for line in lines])
     return None
 
 
-def _field(config: Mapping[str, Any], name: str) -> Any:
+def _work(config: Mapping[str, Any], name: str) -> Any:
     found: Any = config
     for part in name.split("."):
         found = found[part]
-    if name == "teachers":
-        return {teacher: {**told, "replicas": 0} for teacher, told in found.items()}
-    return found
+    return _bound(found)
 
 
-def describe(f: Forecast) -> list[str]:
-    """A forecast in words, as the plan prints it."""
+def _bound(value: Any) -> Any:
+    return {k: _bound(v) for k, v in value.items() if k not in FREE} if isinstance(value, dict) else value
+
+
+def describe(f: Forecast, steps: int) -> list[str]:
+    """A forecast of a run of so many steps in words, as the plan prints it."""
     slow = min(f.rates, key=lambda name: f.rates[name])
     why = f"{slow} is the slowest ({f.rates[slow]:.3g} groups/s)"
     if f.bottleneck == ROUND_TRIP:
@@ -269,7 +294,7 @@ def describe(f: Forecast) -> list[str]:
     idle = ", ".join(f"{name} {100 * share:.0f} %" for name, share in f.idle.items())
     held = ", ".join(f"{n:.0f} at {name}" for name, n in f.under_way.items())
     return [
-        f"{f.step_s:.2f} s a step: {why}",
+        f"{f.step_s:.2f} s a step, {steps} in {f.seconds(steps):.0f} s: {why}",
         f"idle: {idle}",
         f"age {f.age:.2f}; groups under way: {held}",
         f"{slow} never waits from {f.least_groups:.0f} groups under way on: η >= {f.least_age}",

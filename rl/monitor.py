@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import fmean
 from typing import Any
 
@@ -174,7 +175,7 @@ class Monitor:
         values |= {
             "age/mean": fmean(ages),
             "age/max": max(ages),
-            "length/mean": fmean(m.n_tokens for m in metas),
+            **_lengths([m.n_tokens for m in metas]),
             "samples/broken": sum(isinstance(m, Broken) for m in metas),
             "length/truncated": fmean(m.finish == "length" for m in metas),
             "groups/ready": n_ready,
@@ -261,6 +262,13 @@ class Monitor:
             if self.dropped_lengths and self.trained_lengths
             else None,
         }
+
+
+def _lengths(lengths: Sequence[int]) -> dict[str, float]:
+    """Tokens of a step's answers: their mean and quantiles, as the longest are what others wait for."""
+    ordered, shares = sorted(lengths), {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    at = {name: ordered[ceil(share * len(ordered)) - 1] for name, share in shares.items()}
+    return {"length/mean": fmean(lengths), **{f"length/{name}": n for name, n in at.items()}}
 
 
 async def _stats(pool: Pool, deadline: float) -> list[EngineStats | None]:

@@ -188,6 +188,7 @@ def describe(cfg: Config, plan: Plan) -> list[str]:
         *head,
         *_teachers(cfg, plan),
         f"batch      {t.prompts} prompts x {s.samples} samples = {t.prompts * s.samples}, {t.steps} steps",
+        *_stream(cfg),
         f"staleness  η = {st.max_age}: {bound}; at most {(st.max_age + 1) * t.prompts} groups under way",
         f"           late groups: {st.late}; running samples at new weights: {st.weights}",
         *_validation(cfg),
@@ -213,6 +214,11 @@ def _teachers(cfg: Config, plan: Plan) -> list[str]:
     return [f"teachers   {parts} ({how if cfg.teacher_replicas else 'teachers.<name>.replicas'})"]
 
 
+def _stream(cfg: Config) -> list[str]:
+    said = "           streamed: groups are trained as they arrive, one optimiser step when all are there"
+    return [said] if cfg.trainer.stream else []
+
+
 def _validation(cfg: Config) -> list[str]:
     v = cfg.validation
     if not v.every:
@@ -226,12 +232,27 @@ def _forecast(cfg: Config, plan: Plan) -> list[str]:
     """What this run will do, from the service times of the newest one like it."""
     found = forecast.newest(cfg)
     if found is None:
-        return [f"forecast   nothing is measured yet: no finished run like it in {cfg.log.dir}"]
-    name, summary = found
+        return [
+            f"forecast   nothing is measured yet: no finished run in {cfg.log.dir} of the same models, data, "
+            "batch, engines and shares. A short one will do, such as --trainer.steps 50"
+        ]
+    name, summary, trainer_s = found
     seats = {
         role.replace("teacher/", "teacher "): len(plan.of(role)) for role in {s.role for s in plan.seats}
     }
-    service = forecast.measured(summary, cfg).at(seats)
+    service = forecast.measured(summary, cfg, trainer_s=trainer_s).at(seats)
     said = forecast.forecast(service, prompts=cfg.trainer.prompts, max_age=cfg.staleness.max_age)
-    lines = [f"from the service times of {name}:", *forecast.describe(said)]
+    lines = [*forecast.describe(said, cfg.trainer.steps), assumed(plan, service, name, summary["steps"])]
     return [f"{'' if i else 'forecast':11}{line}" for i, line in enumerate(lines)]
+
+
+def assumed(plan: Plan, service: forecast.Service, name: str, steps: int) -> str:
+    """In one line, what a forecast from the service times of the run `name` takes for granted."""
+    sharing = sorted({s.role for s in plan.seats if 0 < s.gpus < 1})
+    partly = [f"{s.name} ({s.full:.0%})" for s in service.stages if s.full < 0.9]
+    parts = [
+        f"the rates of {name} ({steps} steps), on hardware like its own, without compilation",
+        *([f"{' and '.join(sharing)} slow each other on shared GPUs as there"] if sharing else []),
+        *([f"lower bounds where slots were free: {', '.join(partly)} in use"] if partly else []),
+    ]
+    return "assumes: " + "; ".join(parts)

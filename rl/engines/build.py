@@ -8,16 +8,14 @@ from rl.config.engine import Engine as EngineConfig
 from rl.engines.base import Engine
 from rl.engines.classifier import Classifier
 from rl.engines.make import Bundle, make_classifier, make_engine
-from rl.engines.vllm_args import VllmOptions
-
-VLLM_WHOLE = 0.9  # of a GPU at most: the rest is for what vLLM does not count, as NCCL's buffers
+from rl.engines.vllm_args import WHOLE, VllmOptions
 
 
 def options(cfg: EngineConfig, *, updates: bool) -> VllmOptions:
     return VllmOptions(
         device="cuda" if cfg.gpus else "cpu",
         tensor_parallel=cfg.tensor_parallel,
-        memory=min(cfg.gpus or 1, VLLM_WHOLE),
+        memory=min(cfg.gpus or 1, WHOLE),
         updates=updates,
         cache_bytes=int(cfg.cache_gb * 1e9) or None,
         compile=cfg.compile,

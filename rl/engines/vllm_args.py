@@ -17,6 +17,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of others vLL
 SPARE = 1  # slots beside those of the samples, for the probe
 HOLDING = "viva_holding"  # of a request whose tokens vllm_scheduler keeps back until there are
 HOLD = 16  # of them
+WHOLE = 0.9  # of a GPU at most: the rest is for what vLLM does not count, as NCCL's buffers
 LEAST_CACHE = 1e9  # bytes of keys and values: with less an engine on a GPU would hardly do anything at a time
 
 Device = Literal["cpu", "cuda"]
@@ -28,12 +29,13 @@ class VllmOptions:
     `tensor_parallel` GPUs, with what an update brings where it `updates`; of a CPU `threads`.
 
     `device`: None is what the installed vLLM was built for. `cache_bytes` of keys and values are on a CPU by
-    default what all slots can fill, on a GPU what is left.
+    default what all slots can fill, on a GPU what is left. With `memory` below WHOLE others are taken to be
+    on the GPU.
     """
 
     device: Device | None = None
     tensor_parallel: int = 1
-    memory: float = 0.9
+    memory: float = WHOLE
     updates: bool = True  # new weights come, as many bytes again, and lie beside the old ones for a while
     cache_bytes: int | None = None
     threads: int = 1
@@ -76,23 +78,37 @@ def weight_bytes(cfg: ModelConfig, tensor_parallel: int) -> int:
     return itemsize * sum(math.prod(p.shape) for p in pieces(cfg, 0, tensor_parallel).values())
 
 
-def gpu_memory(cfg: ModelConfig, options: VllmOptions, total: int) -> float:
-    """The fraction of a GPU of `total` bytes that vLLM may take: memory - staged / total, as vLLM does not
-    know of the weights that an update stages.
+def scratch_bytes(cfg: ModelConfig, slots: int, options: VllmOptions) -> int:
+    """About what vLLM takes of a GPU beside weights and cache: CUDA itself, graphs and buffers; what a block
+    computes of one step's prompts; logits in three precisions of all slots, or of the 1024 tokens at a time
+    whose log-probs are told."""
+    block = options.tokens_per_step * 2 * (8 * cfg.d_model + 3 * cfg.d_ff)
+    return int(3e9) + block + 10 * max(slots + SPARE, 1024) * cfg.vocab_size
 
-    Raises ValueError where that does not hold the weights and the cache that is asked for, 1 GB at least.
+
+def gpu_memory(cfg: ModelConfig, options: VllmOptions, total: int, slots: int) -> dict[str, Any]:
+    """vLLM's arguments about the memory of a GPU of `total` bytes.
+
+    The fraction that it may take is memory - staged / total, as it does not know of the weights that an
+    update stages. It measures what is left for its cache, but takes for its own whatever grows on the GPU
+    meanwhile: where others start beside it the cache is computed here, as no neighbour changes it.
+
+    Raises ValueError where the share does not hold the cache that is asked for, 1 GB at least.
     """
-    weights = weight_bytes(cfg, options.tensor_parallel)
+    weights, scratch = weight_bytes(cfg, options.tensor_parallel), scratch_bytes(cfg, slots, options)
     staged = weights if options.updates else 0
     cache = options.cache_bytes or LEAST_CACHE
-    if weights + staged + cache > options.memory * total:
+    left = options.memory * total - weights - staged - scratch
+    if cache > left:
         beside = f" + {staged / 1e9:.3g} GB of new ones at an update" if staged else ""
         raise ValueError(
             f"VllmEngine: {options.memory:.3g} of a GPU of {total / 1e9:.0f} GB is too little for "
-            f"{weights / 1e9:.3g} GB of weights{beside} + {cache / 1e9:.3g} GB of keys and values: raise the "
-            "engine's gpus or tensor_parallel"
+            f"{weights / 1e9:.3g} GB of weights{beside} + {scratch / 1e9:.3g} GB to compute with + "
+            f"{cache / 1e9:.3g} GB of keys and values: raise the engine's gpus or tensor_parallel"
         )
-    return options.memory - staged / total
+    alone = options.memory >= WHOLE and options.cache_bytes is None
+    measured = {} if alone else {"kv_cache_memory_bytes": options.cache_bytes or int(left)}
+    return {"gpu_memory_utilization": options.memory - staged / total, **measured}
 
 
 def environment(device: str, options: VllmOptions, dtype: str = "bfloat16") -> dict[str, str]:
@@ -151,7 +167,6 @@ def engine_args(
         "tensor_parallel_size": options.tensor_parallel,
         # never "ray", which vLLM chooses by itself inside of a placement group
         "distributed_executor_backend": "uni" if device == "cuda" and options.tensor_parallel == 1 else "mp",
-        "gpu_memory_utilization": options.memory if device == "cpu" else gpu_memory(cfg, options, total),
         "block_size": BLOCK[device],
         "enable_prefix_caching": cfg.head == "lm",
         "enforce_eager": device == "cpu" or not options.compile,
@@ -165,11 +180,11 @@ def engine_args(
         args["scheduler_cls"] = f"rl.engines.vllm_scheduler.{'Async' * (device == 'cuda')}HoldingScheduler"
         args["logprobs_mode"] = "processed_logprobs"  # after temperature, top-k and top-p
         args["max_logprobs"] = -1
-    if device == "cpu":
-        args["enable_chunked_prefill"] = False  # of a prompt cut in two vLLM rewinds its seed: not on a CPU
-        args["kv_cache_memory_bytes"] = options.cache_bytes or cache_bytes(cfg, slots, length)
-    elif options.cache_bytes is not None:
-        args["kv_cache_memory_bytes"] = options.cache_bytes
+    if device == "cuda":
+        return args | gpu_memory(cfg, options, total, slots)
+    args["enable_chunked_prefill"] = False  # of a prompt cut in two vLLM rewinds its seed: not on a CPU
+    args["gpu_memory_utilization"] = options.memory
+    args["kv_cache_memory_bytes"] = options.cache_bytes or cache_bytes(cfg, slots, length)
     return args
 
 

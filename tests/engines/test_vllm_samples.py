@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from models.config import ModelConfig
-from rl.engines.vllm_args import VllmOptions, cache_bytes, engine_args, environment
+from rl.engines.vllm_args import (
+    VllmOptions,
+    cache_bytes,
+    engine_args,
+    environment,
+    scratch_bytes,
+    weight_bytes,
+)
 from rl.engines.vllm_outputs import completion, full_scores, no_scores, top_scores
 from rl.engines.vllm_room import SET_ASIDE, Room
 from rl.engines.vllm_samples import Epochs, Sample, Tally, Turns
@@ -323,7 +330,8 @@ def test_arguments_leave_room_for_the_token_that_scoring_samples_and_for_the_pro
         2,
         True,
     )
-    assert "kv_cache_memory_bytes" not in gpu
+    weights, scratch = weight_bytes(CFG, 2), scratch_bytes(CFG, 8, options)
+    assert gpu["kv_cache_memory_bytes"] == int(0.3 * total - weights - scratch)
 
 
 def test_a_variable_that_is_set_already_wins(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from experiments.genrm_grpo import CONFIG as GENRM
 from rl.config import to_dict
-from rl.forecast import ROUND_TRIP, Service, Stage, forecast, has_times, measured, newest
+from rl.forecast import ROUND_TRIP, Service, Stage, forecast, has_times, measured, newest, trainer_seconds
 from rl.monitor import Monitor
 from rl.plan import Node, describe, make_plan
 from rl.summary import beside
@@ -70,6 +70,16 @@ def test_without_staleness_the_times_add_up_and_nobody_is_always_busy():
     assert f.idle["trainer"] == pytest.approx(1 - 6 / 9.5)
 
 
+def test_streaming_hides_the_training_of_all_but_the_last_group_behind_its_batch():
+    slow = service(1.0, 1.0, 4.0, at_a_time=(1, 8), deliver_s=0.5)  # a group a second: 7 s from first to last
+    kept, streamed = (forecast(replace(slow, stream=on), prompts=8, max_age=0) for on in (False, True))
+    assert kept.step_s == 1 + 1 + 7 + 4 + 0.5 and streamed.step_s == 1 + 1 + 7 + 4 / 8 + 0.5
+    # where training is what takes long, all that it must wait for is the first group
+    fast = replace(slow, train_s=20.0, stream=True)
+    assert forecast(fast, prompts=8, max_age=0).step_s == 1 + 1 + 20 + 0.5
+    assert forecast(fast, prompts=8, max_age=2).step_s == 20.0
+
+
 def test_dropped_groups_cost_work_and_what_is_not_used_costs_nothing():
     alone = Service(sampler=Stage(name="sampler", alone_s=2.0, at_a_time=4), train_s=1.0, kept=0.5)
     f = forecast(alone, prompts=8, max_age=2)
@@ -104,7 +114,7 @@ def test_service_times_that_are_all_zero_are_refused():
 SECONDS = st.floats(0.01, 10.0)
 SERVICES = st.builds(
     service, SECONDS, SECONDS, SECONDS, at_a_time=st.tuples(st.integers(1, 16), st.integers(1, 16)),
-    publish_s=st.floats(0, 2), deliver_s=st.floats(0, 2), kept=st.floats(0.2, 1.0),
+    publish_s=st.floats(0, 2), deliver_s=st.floats(0, 2), kept=st.floats(0.2, 1.0), stream=st.booleans(),
 )  # fmt: skip
 B, ETA = st.integers(1, 32), st.integers(0, 5)
 
@@ -149,7 +159,7 @@ def simulate(
     random = Random(0)
     free = {st.name: [0.0] * int(st.replicas * st.at_a_time) for st in s.stages}
     served, trainer, delivered = [0.0], 0.0, 0.0  # served[v]: when version v is at the sampler
-    starts: list[float] = []
+    ends: list[float] = []
     ages: list[list[int]] = []
 
     def serve(stage: Stage, at: float) -> tuple[float, float]:
@@ -163,21 +173,24 @@ def simulate(
         sampled = [serve(s.sampler, served[max(0, k - max_age)]) for _ in range(prompts)]
         ages.append([k - (bisect_right(served, began + 1e-9) - 1) for began, _ in sampled])
         ready = [max([e, *(serve(x, e)[1] for x in s.examiners)]) for e in sorted(e for _, e in sampled)]
-        starts.append(max(trainer, *ready))
-        trainer = max(starts[k] + s.train_s, delivered) + s.publish_s
+        parts = sorted(ready) if s.stream else [max(ready)]
+        for at in parts:
+            trainer = max(trainer, at) + s.train_s / len(parts)
+        ends.append(trainer)
+        trainer = max(trainer, delivered) + s.publish_s
         delivered = trainer + s.deliver_s
         served.append(delivered)
         trainer += s.between_s
     half = steps // 2
     late = [age for of in ages[half:] for age in of]
-    return (starts[-1] - starts[half]) / (steps - 1 - half), sum(late) / len(late)
+    return (ends[-1] - ends[half]) / (steps - 1 - half), sum(late) / len(late)
 
 
 # Servers divide B, so that a batch leaves no server half used: the model is fluid.
 PIPELINES = st.builds(
     service, SECONDS, SECONDS, SECONDS,
     at_a_time=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
-    publish_s=st.floats(0, 1), deliver_s=st.floats(0, 1),
+    publish_s=st.floats(0, 1), deliver_s=st.floats(0, 1), stream=st.booleans(),
 )  # fmt: skip
 
 
@@ -240,8 +253,34 @@ def test_a_run_too_short_to_look_at_its_engines_has_no_service_times(lacking):
         measured({**SUMMARY, **lacking}, GENRM)
 
 
+def lines_of(seconds):
+    """Metrics of steps that take so long each, and on which the trainer works all the time but 1 s."""
+    at, worked, lines = 1000.0, 0.0, []
+    for step_s in seconds:
+        at, worked = at + step_s, worked + step_s - 1.0
+        lines.append({"time": at, "throughput/step_s": step_s, "idle/trainer": 1 - worked / (at - 1000.0)})
+    return lines
+
+
+def test_the_trainers_seconds_leave_the_first_steps_compilation_out():
+    assert trainer_seconds(lines_of([18.0, 3.0, 2.0, 2.0])) == pytest.approx(1.0)
+    assert trainer_seconds(lines_of([18.0])) == pytest.approx(17.0)  # nothing else is known
+    s = measured(SUMMARY, GENRM, trainer_s=0.4)
+    assert s.train_s == pytest.approx(0.4 - 0.1) and s.between_s == pytest.approx(0.1)
+
+
+def test_engines_that_were_never_full_are_known_by_the_share_of_their_slots():
+    s = measured(SUMMARY, GENRM)  # 256 slots of 8 answers a group; 32 groups at the judge at all times
+    assert s.examiners[0].full == pytest.approx(1.0)
+    assert s.sampler.full == pytest.approx(0.5 * 64 / 32)  # Little: 64 groups/s, half a second each
+    s = measured({**SUMMARY, "stage_s": {**SUMMARY["stage_s"], "generate": 0.1}}, GENRM)
+    assert s.sampler.full == pytest.approx(0.1 * 64 / 32)
+
+
 def written(folder, cfg, summary):
     folder.mkdir(parents=True)
+    lines = lines_of([20.0] + [2.0] * 39)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.json").write_text(json.dumps(to_dict(cfg)))
     (folder / "summary.json").write_text(json.dumps(summary))
 
@@ -258,12 +297,35 @@ def test_the_plan_predicts_from_the_newest_run_of_the_same_models_and_batch(tmp_
     found = newest(cfg)
     assert found is not None and found[0] == f"{cfg.name}-1"
     text = "\n".join(describe(cfg, make_plan(cfg, nodes)))
-    assert f"from the service times of {cfg.name}-1" in text
-    assert "2.00 s a step: judge is the slowest (16 groups/s)" in text
+    assert f"assumes: the rates of {cfg.name}-1 (40 steps), on hardware like its own" in text
+    assert "2.00 s a step, 250 in 502 s: judge is the slowest (16 groups/s)" in text
+    assert "lower bounds" not in text
     text = "\n".join(describe(two, make_plan(two, nodes)))
     # sampler 0.5, judge 2.0, trainer 1.0, delivery 0.2: a third of it is more than the trainer's 1.1 s
-    assert "1.23 s a step: trainer is the slowest (29.1 groups/s), but a batch takes 3.70 s" in text
+    assert (
+        "1.23 s a step, 250 in 311 s: trainer is the slowest (29.1 groups/s), but a batch takes 3.70 s"
+        in text
+    )
     assert "trainer never waits from 108 groups under way on: η >= 3" in text
+
+
+def test_a_run_is_alike_whatever_its_length_and_bound_but_not_on_other_shares_or_data(tmp_path):
+    cfg = replace(GENRM, log=replace(GENRM.log, dir=str(tmp_path)))
+    written(tmp_path / f"{cfg.name}-1", cfg, SUMMARY)
+    trainer, engine = cfg.trainer, cfg.judge.engine
+    alike = [
+        replace(cfg, seed=3, trainer=replace(trainer, steps=9, lr=1.0)),
+        replace(cfg, staleness=replace(cfg.staleness, max_age=0)),
+        replace(cfg, sampler=replace(cfg.sampler, replicas=3)),
+    ]
+    unlike = [
+        replace(cfg, trainer=replace(trainer, gpus=0.5)),
+        replace(cfg, trainer=replace(trainer, stream=True)),
+        replace(cfg, judge=replace(cfg.judge, engine=replace(engine, gpus=0.5))),
+        replace(cfg, data=replace(cfg.data, arithmetic=("addition",))),
+        replace(cfg, staleness=replace(cfg.staleness, late="wait")),
+    ]
+    assert all(newest(c) is not None for c in alike) and not any(newest(c) for c in unlike)
 
 
 def test_the_summary_counts_replicas_and_averages_what_the_weights_took():

@@ -7,7 +7,8 @@ from experiments.genrm_opd import CONFIG as GENOPD
 from experiments.opd import CONFIG as OPD
 from experiments.rule_grpo import CONFIG as RULE
 from rl.config import Engine, Teacher
-from rl.plan import Node, PlanError, describe, make_plan, replicas, split_teachers
+from rl.forecast import Service, Stage
+from rl.plan import Node, PlanError, assumed, describe, make_plan, replicas, split_teachers
 
 LAPTOP = [Node("laptop", 2.0)]
 
@@ -97,3 +98,27 @@ def test_shares_lie_on_one_gpu_and_what_does_not_fit_is_refused_with_what_to_cha
         make_plan(with_gpus(0.7, 0.7, 0.6, "cuda"), two)
     assert make_plan(with_gpus(0.7, 0.3, 1.0, "cuda"), two)
     assert "1 sampler (1 core, 0.7 GPU)" in describe(GENRM, make_plan(with_gpus(0.7, 0.3, 1.0), two))[0]
+
+
+def test_the_plan_says_when_groups_are_trained_as_they_arrive():
+    streamed = replace(RULE, trainer=replace(RULE.trainer, stream=True))
+    said = {
+        stream: "\n".join(describe(cfg, make_plan(cfg, LAPTOP)))
+        for stream, cfg in ((False, RULE), (True, streamed))
+    }
+    assert "streamed: groups are trained as they arrive" in said[True] and "streamed" not in said[False]
+
+
+def test_the_forecast_names_the_shares_that_it_takes_for_granted_and_rates_that_are_lower_bounds():
+    def stage(name, full):
+        return Stage(name=name, alone_s=1.0, full=full)
+
+    engine = Engine(gpus=0.4)
+    cfg = replace(GENRM, judge=replace(GENRM.judge, engine=engine),
+                  sampler=replace(GENRM.sampler, engine=Engine(gpus=1.0)),
+                  trainer=replace(GENRM.trainer, gpus=0.5, device="cuda"))  # fmt: skip
+    service = Service(sampler=stage("sampler", 0.31), examiners=(stage("judge", 1.0),), train_s=1.0)
+    line = assumed(make_plan(cfg, [Node("two", 16.0, 2.0)]), service, "genrm_grpo-1", 24)
+    assert "the rates of genrm_grpo-1 (24 steps)" in line
+    assert "judge and trainer slow each other on shared GPUs as there" in line
+    assert "lower bounds where slots were free: sampler (31%) in use" in line

@@ -1,5 +1,6 @@
 """The experiments for real GPUs: they are whole configs, and fit on the hosts that they are for."""
 
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -9,7 +10,8 @@ from rl.intake import check_templates, read_data
 from rl.made.models import is_made
 from rl.plan import Node, make_plan
 
-GPUS = {"smollm2_arith": 1, "smollm2_arith_judge": 1, "opd_smollm2": 1, "genrm_grpo_seed": 2}
+GPUS = {"smollm2_arith": 1, "smollm2_arith_judge": 1, "smollm2_async": 1, "opd_smollm2": 1,
+        "genrm_grpo_seed": 2}  # fmt: skip
 
 
 def config(name):
@@ -46,3 +48,13 @@ def test_the_seed_recipe_is_verls():
     assert cfg.trainer.steps * cfg.trainer.prompts == 3200
     assert (cfg.sampler.samples, cfg.sampler.max_tokens, cfg.trainer.lr) == (4, 512, 1e-6)
     assert is_made(cfg.policy.model) and is_made(cfg.judge.model)
+
+
+def test_asynchronous_and_synchronous_differ_in_the_bound_alone_and_fit_both_gpus_together():
+    cfg = config("smollm2_async")
+    assert cfg.loss.zero_signal == "keep" and cfg.trainer.final_lr == 1.0 and cfg.staleness.max_age == 2
+    both = replace(cfg, sampler=replace(cfg.sampler, replicas=2),
+                   trainer=replace(cfg.trainer, ranks=2, gpus=0.6))  # fmt: skip
+    plan = make_plan(both, [Node("host", 16.0, 2.0)])
+    assert [seat.gpus for seat in plan.of("trainer")] == [0.6, 0.6]
+    assert [seat.gpus for seat in plan.of("sampler")] == [0.4, 0.4]
