@@ -101,7 +101,7 @@ def build_micro(
     n_tokens, n_trained = _fill(sum(lengths), bucket), _fill(sum(n_new), bucket)
 
     def column(rows: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:  # [M]
-        return _column(rows, dtype, n_trained).to(device)
+        return _column(rows, dtype, n_trained, device)
 
     def spread(values: Sequence[float]) -> Tensor:  # one value a sample → one a trained token
         return column([np.repeat(np.asarray(values, np.float64), n_new)], torch.float32)
@@ -124,7 +124,7 @@ def build_micro(
         slots = at if size == n_trained else np.arange(len(at))
 
         def asked(rows: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:  # [R]
-            return _column(rows, dtype, size, slots).to(device)
+            return _column(rows, dtype, size, device, slots)
 
         def scores(of: str, dtype: torch.dtype) -> Tensor | None:
             rows = [getattr(score, of) for score in said]
@@ -146,7 +146,7 @@ def build_micro(
 
     weight = {t: spread([lesson.weight[t] for lesson in lessons]) for t in TERMS}
     return MicroBatch(
-        ids=_column(ids, torch.int64, n_tokens).to(device),
+        ids=_column(ids, torch.int64, n_tokens, device),
         layout=make_layout(lengths or [1], device, after=after or None, total=n_tokens),
         select=column(select, torch.int64),
         target=column([s.tokens for s in samples], torch.int64),
@@ -154,7 +154,7 @@ def build_micro(
         n_rows=max(n_trained, len(samples)),  # not the exact number: compiled code would meet many
         logp_mu=column([s.logps for s in samples], torch.float32),
         version=column([s.versions for s in samples], torch.int64),
-        current=torch.tensor(current, device=device),
+        current=torch.full((), current, device=device),  # filled there: nothing is copied
         adv=spread([lesson.adv for lesson in lessons]),
         weight=weight,
         mask={t: w > 0 for t, w in weight.items()},
@@ -196,13 +196,18 @@ def _pack(
 
 
 def _column(
-    rows: Sequence[np.ndarray], dtype: torch.dtype, size: int, slots: np.ndarray | None = None
+    rows: Sequence[np.ndarray],
+    dtype: torch.dtype,
+    size: int,
+    device: torch.device,
+    slots: np.ndarray | None = None,
 ) -> Tensor:
     """Rows end to end, followed by zeros up to `size`; or the values at their slots, and zeros elsewhere."""
-    joined = torch.as_tensor(np.concatenate(rows) if rows else np.zeros(0)).to(dtype)
-    out = joined.new_zeros(size, *joined.shape[1:])
-    out[np.arange(len(joined)) if slots is None else slots] = joined
-    return out
+    joined = torch.as_tensor(np.concatenate(rows) if rows else np.zeros(0))
+    # torch's allocator gives pinned memory to nobody else before the copy from it is done.
+    out = torch.zeros(size, *joined.shape[1:], dtype=dtype, pin_memory=device.type == "cuda")
+    out[np.arange(len(joined)) if slots is None else slots] = joined.to(dtype)
+    return out.to(device, non_blocking=True)
 
 
 def _fill(n: int, bucket: int) -> int:

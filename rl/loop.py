@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rl import admission, checkpoint, errand, lessons
+from rl import admission, errand, lessons
 from rl.config import Config
 from rl.data.prompts import Stream
 from rl.delivery import Delivery
@@ -26,7 +26,8 @@ from rl.log import RunLog
 from rl.monitor import Monitor
 from rl.packing import Cost, n_tokens
 from rl.proctor import Proctor
-from rl.roles import RoleError, Roles
+from rl.roles import Roles
+from rl.saving import Saving
 from rl.types import InfraFail, Prompt
 
 WATCH_S = 0.2  # seconds between looks at the pools
@@ -57,6 +58,7 @@ class Loop:
     delivery: Delivery = field(init=False)
     monitor: Monitor = field(init=False)
     proctor: Proctor = field(init=False)
+    saving: Saving = field(init=False)
 
     def __post_init__(self) -> None:
         cfg = self.cfg
@@ -65,6 +67,7 @@ class Loop:
         self.monitor = Monitor(self.roles, watches)
         self.harvest = Harvest(cfg, self.pick)
         self.delivery = Delivery(cfg, self.roles.trainer, self.roles.sampler)
+        self.saving = Saving(cfg, self.roles.trainer, self.log.folder, self.monitor)
         for name, state in self.watched.items():
             watches[name] = Watch.from_dict(state, cfg.health, name=name, bounded=bounded[name])
         self.proctor = Proctor(
@@ -224,10 +227,10 @@ class Loop:
             self.show.step(self.version, values)
             last = self.version == cfg.trainer.steps or self.stop
             if cfg.checkpoint.every and (self.version % cfg.checkpoint.every == 0 or last):
-                await synced
                 await self._save()
         if synced is not None:
             await synced
+        await self.saving.ended()
 
     async def _step(self) -> dict[str, float]:
         """Gather a batch and step on it; with trainer.stream, train its groups while the others come."""
@@ -280,15 +283,8 @@ class Loop:
                 )
 
     async def _save(self) -> None:
-        folder = self.log.folder
-        aside = checkpoint.begin(folder, self.version)
-        trainer = self.roles.trainer
-        await trainer.call("save", lambda rank: (str(aside),), deadline=self.cfg.deadlines.train)
-        unseen = [h.name for rank, h in enumerate(trainer.ranks) if not (aside / f"rank_{rank}").exists()]
-        if unseen:
-            raise RoleError(
-                f"{', '.join(unseen)} cannot write to {aside}: log.dir must be a folder that all nodes share"
-            )
+        """A checkpoint of this moment; it is written while training goes on."""
+        await self.saving.ended()
         extra = {
             "events": self.log.events,
             "before": self.before,
@@ -296,7 +292,7 @@ class Loop:
             "data": self.data,
             "watched": {name: watch.to_dict() for name, watch in self.monitor.watches.items()},
         }
-        checkpoint.commit(folder, self.version, self.ledger, extra, keep=self.cfg.checkpoint.keep)
+        await self.saving.save(self.version, self.ledger, extra, self.tasks)
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

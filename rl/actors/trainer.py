@@ -1,14 +1,15 @@
 """One trainer rank's shell: packed batch → optimiser step → new version. Plain and blocking: it has no
 event loop.
 
-What is said of published weights, and their way out, runs beside the next step, in Ray's group of threads
-`WIRE`."""
+What is said of published weights, their way out, and what is written of checkpoints run beside the next
+step, in Ray's group of threads `WIRE`."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,6 +35,7 @@ from rl.engines.make import Bundle
 from rl.errand import Errand, unpack
 from rl.objective import make_objective
 from rl.packing import bucket
+from rl.staging import Staging, read, read_weights
 from rl.step import Pending, TrainState, accumulate, begin, finish, make_optimizer, train_step
 from rl.sync import Manifest
 from rl.types import SampleMeta, SamplingParams
@@ -77,6 +78,7 @@ class TrainerRank:
         model = Transformer(self.bundle.cfg, device=self.device, dtype=torch.float32)
         model.load_state_dict({n: as_tensor(w) for n, w in self.bundle.weights.items()})
         mesh = DeviceMesh(self.device.type, list(range(cfg.ranks)))
+        self.staging = Staging(self.device, self.cfg.deadlines.train)
         self.compiled = use_cuda if cfg.compile is None else cfg.compile
         own = self.bundle.cfg.dtype if use_cuda else "float32"
         dtype = own if cfg.dtype == "auto" else cfg.dtype
@@ -196,35 +198,35 @@ class TrainerRank:
         reshard(self.state.model)
         return dict(self.state.model.named_parameters())
 
-    def _whole(self) -> dict[str, torch.Tensor]:
-        """Rank 0's: all master weights."""
-        shapes = {name: p.shape for name, p in self._parameters().items()}
-        full = {name: torch.empty(shape) for name, shape in shapes.items()} if self.rank == 0 else {}
-        for part in gather(self._parameters(), torch.float32):
-            for (name, first, last), tensor in part.items():
-                full[name][first:last] = tensor
-        return full
-
-    def save(self, path: str) -> None:
-        """This rank's shards of model and optimiser into path/trainer; rank 0 adds path/policy, a Hugging
-        Face folder."""
+    def stage(self) -> None:
+        """Copy this rank's shards of model and optimiser to the host's memory, for `write`."""
         model, optimizer = get_state_dict(self.state.model, self.state.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=Path(path) / "trainer")
+        self.staging.stage({"model": model, "optimizer": optimizer})
+
+    @ray.method(concurrency_group=WIRE)
+    def write(self, path: str) -> None:
+        """What was staged, into path/trainer."""
+        self.staging.write(Path(path))
         # What this rank wrote must be seen where the checkpoint is sealed.
         (Path(path) / f"rank_{self.rank}").touch()
-        full = self._whole()
+
+    @ray.method(concurrency_group=WIRE)
+    def write_policy(self, path: str) -> None:
+        """Rank 0, after all have written: their master weights into path/policy, a Hugging Face folder."""
         if self.rank == 0:
-            save_folder(Path(path) / "policy", full, self.bundle.cfg, self.bundle.tokenizer)
+            whole = read_weights(Path(path), self.bundle.cfg)
+            save_folder(Path(path) / "policy", whole, self.bundle.cfg, self.bundle.tokenizer)
 
     def load(self, path: str, version: int) -> None:
         """Model and optimiser from a checkpoint, also one of another number of ranks."""
         model, optimizer = get_state_dict(self.state.model, self.state.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=Path(path) / "trainer")
+        read(Path(path), {"model": model, "optimizer": optimizer})
         set_state_dict(
             self.state.model, self.state.optimizer, model_state_dict=model, optim_state_dict=optimizer
         )
-        self.state = TrainState(model=self.state.model, optimizer=self.state.optimizer, version=version)
+        self.state = replace(self.state, version=version)
 
     def stop(self) -> None:
         if dist.is_initialized():
+            self.staging.close()
             dist.destroy_process_group()

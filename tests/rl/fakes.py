@@ -110,6 +110,8 @@ class FakeTrainer:
     sampled: set[int] = field(default_factory=set)  # versions of all trained tokens
     fed: list[tuple[int, int]] = field(default_factory=list)  # (version, groups) of each part of a step
     scales: list[float] = field(default_factory=list)
+    staged: int = -1  # version that a checkpoint is to have
+    writing: float = 0.0  # seconds that its writing takes
 
     async def rendezvous(self):
         return "127.0.0.1", 0
@@ -153,9 +155,15 @@ class FakeTrainer:
     async def arrays(self):
         return 8, {"a": 100 + self.packed}
 
-    async def save(self, path):
-        (Path(path) / "weights").write_text(str(self.version))
+    async def stage(self):
+        self.staged = self.version
+
+    async def write(self, path):
+        await asyncio.sleep(self.writing)
+        (Path(path) / "weights").write_text(str(self.staged))
         (Path(path) / "rank_0").touch()
+
+    async def write_policy(self, path): ...
 
     async def stop(self) -> None: ...
 

@@ -214,3 +214,24 @@ def test_o036_a_sample_with_other_than_one_log_prob_a_token_is_an_error():
     )
     with pytest.raises(ValueError, match="2 tokens but the sampler sent 1"):
         build_micro([(0, 0)], {0: cut}, CPU, current=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_many_batches_made_one_after_another_are_those_of_the_host():
+
+    def long(i: int) -> GroupData:
+        teacher = [Scores(logps=np.full(n, float(i), np.float32)) for n in (2999 + i, 3995)]
+        return group(range(i, i + 2000), [range(1, 3000 + i), range(5, 4000)], teacher)
+
+    groups = {i: long(i) for i in range(20)}
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 4096  # the copies below wait for this, while their sources are given back
+    there = [build_micro([(i, 0), (i, 1)], groups, torch.device("cuda"), current=i) for i in groups]
+    for i, micro in enumerate(there):
+        here = build_micro([(i, 0), (i, 1)], groups, CPU, current=i)
+        for name in ("ids", "select", "target", "row", "logp_mu", "version", "current", "adv"):
+            assert torch.equal(getattr(micro, name).cpu(), getattr(here, name)), (i, name)
+        for name in here.weight:
+            assert torch.equal(micro.weight[name].cpu(), here.weight[name]), (i, name)
+        assert torch.equal(micro.teachers["t"].logp.cpu(), here.teachers["t"].logp), i

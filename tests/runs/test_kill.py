@@ -5,9 +5,13 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 
+from models.transformer import Transformer
+from models.weights import load_folder, save_folder
 from rl.ledger import Event, Ledger, apply
 from tests.runs.command import command, read_lines, run, wait_for_step, write_copy_task
 
@@ -39,6 +43,40 @@ def test_sigkill_then_resume_trains_every_ordinal_exactly_once(tmp_path, step):
     trained = trained_ordinals(folder)
     assert len(trained) == len(set(trained)) == STEPS * PROMPTS
     assert [m["step"] for m in read_lines(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_sigkill_while_a_checkpoint_is_written_then_resume_goes_on_from_the_one_before(tmp_path):
+    flags = [*write_copy_task(tmp_path), "--trainer.steps", 30, "--checkpoint.every", EVERY]
+    widen(tmp_path / "policy")
+    with (tmp_path / "out").open("w") as out:
+        first = subprocess.Popen(command(*flags), stdout=out, stderr=out)
+        folder = wait_for_step(tmp_path / "runs", EVERY, first)
+        until = time.monotonic() + 120
+        while not (folder / "checkpoints" / "step_000020.tmp").exists() and time.monotonic() < until:
+            assert first.poll() is None, (tmp_path / "out").read_text()
+            time.sleep(0.002)
+        first.kill()
+        first.wait()
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left == ["step_000010", "step_000020.tmp"]
+    second = run(*flags, "--resume", folder)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "passing over checkpoint step_000020.tmp: it was never finished" in second.stdout
+    assert "at step 10" in second.stdout
+    trained = trained_ordinals(folder)
+    assert len(trained) == len(set(trained)) == 30 * PROMPTS
+    metrics = read_lines(folder / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(1, 31))
+    assert any("checkpoint/write_ms" in m for m in metrics)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_is_named(tmp_path):
+    flags = [*write_copy_task(tmp_path), "--trainer.steps", 5000, "--checkpoint.every", 50]
+    process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folder = wait_for_step(tmp_path / "runs", 2, process)
+    (folder / "checkpoints").write_text("where a folder should be")
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 1 and "the checkpoint of step 50 cannot be written" in out, out
 
 
 def test_after_sigkill_nothing_of_the_run_is_left(tmp_path):
@@ -103,6 +141,15 @@ def test_a_sampler_that_is_killed_leaves_the_run_and_comes_back_with_the_newest_
     assert max(m["age/max"] for m in metrics) <= 2
     trained = trained_ordinals(folder)
     assert len(trained) == len(set(trained)) == PROMPTS * len(metrics)
+
+
+def widen(folder) -> None:
+    """So many weights that a checkpoint takes a while."""
+    cfg, _ = load_folder(folder)
+    wide = replace(cfg, d_ff=1 << 15)
+    model = Transformer(wide)
+    model.init_weights(torch.Generator().manual_seed(1))
+    save_folder(folder, model, wide)
 
 
 def descendants(pid: int) -> list[int]:
