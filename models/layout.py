@@ -84,19 +84,23 @@ def make_layout(
         n = cu.diff()[:, None]
         return cu[:-1, None] + torch.minimum(torch.arange(int(n.max())), n - 1)
 
+    def there(x: Tensor) -> Tensor:  # a copy from memory that is not pinned waits for the device's work
+        return x.pin_memory().to(device, non_blocking=True) if cuda else x.to(device)
+
+    cuda = torch.device(device).type == "cuda"
     first = [m - n for m, n in zip(n_keys, lengths, strict=True)]
     place = torch.cat([torch.arange(n) for n in lengths])
     segment = torch.repeat_interleave(torch.tensor(lengths))
     return Layout(
-        cu_q=cu_q.to(torch.int32).to(device),
-        cu_k=cu_k.to(torch.int32).to(device),
+        cu_q=there(cu_q.to(torch.int32)),
+        cu_k=there(cu_k.to(torch.int32)),
         max_q=longest,
         max_k=max(n_keys),
-        keys=keys.to(device) if shared else None,
-        positions=(place + torch.tensor(first)[segment]).to(device),
-        padded=places(cu_q).to(device),
-        padded_k=keys[places(cu_k)].to(device),
-        packed=(segment * longest + place).to(device),
+        keys=there(keys) if shared else None,
+        positions=there(place + torch.tensor(first)[segment]),
+        padded=there(places(cu_q)),
+        padded_k=there(keys[places(cu_k)]),
+        packed=there(segment * longest + place),
     )
 
 
