@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -114,10 +114,17 @@ class Loop:
             if resume is not None:
                 await trainer.call("load", lambda rank: (resume, self.version), deadline=wait.train)
 
+        began, took = time.monotonic(), dict[str, float]()
+
+        async def up(name: str, starting: Awaitable[Any]) -> None:
+            await starting
+            took[name] = time.monotonic() - began
+
         async with asyncio.TaskGroup() as tasks:
-            for pool in self.roles.pools():
-                tasks.create_task(pool.all("start", deadline=wait.start))
-            tasks.create_task(start_trainer())
+            for name, pool in (self.roles.engines() | dict(self.roles.raters)).items():
+                tasks.create_task(up(name, pool.all("start", deadline=wait.start)))
+            tasks.create_task(up("trainer", start_trainer()))
+        self.show.note("up after " + ", ".join(f"{s:.0f} s {name}" for name, s in took.items()))
         await self.delivery.publish()
         await self.delivery.deliver()
 
