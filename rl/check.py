@@ -248,8 +248,8 @@ def _loss_rules(cfg: Config) -> list[tuple[bool, str]]:
         (
             loss.advantage == "shrunk"
             and not (cfg.reward.judge and cfg.judge.votes > 1 and cfg.judge.vote == "mean"),
-            "loss.advantage shrunk goes by how far a judge's votes are apart: set reward.judge, judge.vote mean "
-            "and judge.votes >= 2, or take grpo",
+            "loss.advantage shrunk goes by how far a judge's votes are apart: set reward.judge, judge.vote "
+            "mean and judge.votes >= 2, or take grpo",
         ),
         (
             fix.reject in ("token", "sequence", "geometric") and None in (fix.keep_low, fix.keep_high),
