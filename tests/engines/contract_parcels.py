@@ -13,7 +13,7 @@ from rl.engines.base import Engine
 from rl.wire.gather import Rows
 from rl.wire.parcel import Broadcast
 from rl.wire.post import Post
-from tests.engines.contract import (
+from tests.engines.asked import (
     CFG,
     FREE,
     PROBE,

@@ -12,20 +12,19 @@ import torch
 from models.config import ModelConfig
 from rl.engines.torch import TorchEngine
 from rl.types import SamplingParams
-from tests.engines.contract import (
+from tests.engines.asked import (
     FREE,
     PROBE,
     PROMPT,
     SLOTS,
-    EngineContract,
     collect,
     plain_logp,
     plain_token_logp,
     state,
     until,
 )
-from tests.engines.contract import build as build_any
-from tests.engines.contract_parcels import ParcelContract
+from tests.engines.asked import build as build_any
+from tests.engines.contract import EngineContract
 
 CFG = ModelConfig(
     vocab_size=23, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_len=64
@@ -64,7 +63,7 @@ def host():
     return TorchHost()
 
 
-class TestTorch(EngineContract, ParcelContract):
+class TestTorch(EngineContract):
     pass
 
 

@@ -21,14 +21,13 @@ from models.weights import save_folder
 from rl.engines.vllm import VllmEngine
 from rl.engines.vllm_args import VllmOptions, cache_bytes
 from rl.wire.parcel import choose
-from tests.engines.contract import (
+from tests.engines.asked import (
     CFG,
     FREE,
     LONG,
     PROBE,
     PROMPT,
     SLOTS,
-    EngineContract,
     build,
     close,
     collect,
@@ -36,7 +35,8 @@ from tests.engines.contract import (
     state,
     until,
 )
-from tests.engines.contract_parcels import ParcelContract, posted, proven, whole
+from tests.engines.contract import EngineContract
+from tests.engines.contract_parcels import posted, proven, whole
 
 pytestmark = pytest.mark.slow
 SHARE = 0.2  # of a GPU: several engines live at the same time
@@ -93,7 +93,7 @@ def children() -> set[int]:
     return {p.pid for p in found if "resource_tracker" not in " ".join(p.cmdline())}
 
 
-class TestVllm(EngineContract, ParcelContract):
+class TestVllm(EngineContract):
     pass
 
 
@@ -301,7 +301,7 @@ def test_a_dead_process_fails_every_caller_and_leaves_none_behind(none_left, vic
 
 OWNER = """
 import asyncio, psutil
-from tests.engines.contract import CFG, build, state
+from tests.engines.asked import CFG, build, state
 from rl.engines.vllm import VllmEngine
 from rl.engines.vllm_args import VllmOptions
 

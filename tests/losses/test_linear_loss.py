@@ -10,94 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.distill import full_divergence, partition_divergence, topk_divergence
+from losses.distill import partition_divergence, topk_divergence
 from losses.grpo import grpo_loss
 from losses.linear_logp import linear_logp
 from losses.linear_loss import linear_loss, rows_torch, separable
-from losses.linear_row_loss import linear_row_loss
+from tests.losses.full_logits import D, T, V, naive, ours, problem
 from tests.losses.watch import Watch
-
-T, D, V, K = 11, 6, 37, 4
-Aux = tuple[Tensor, dict[str, Tensor]]
-
-
-def problem(dtype: torch.dtype = torch.float64, *, n: int = T) -> dict[str, Any]:
-    """With a masked token of NaN, a target of -100 and one in the top k, an unused slot and a row of them."""
-    g = torch.Generator().manual_seed(0)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    h, w, bias = randn(n, D), randn(V, D), randn(V)
-    teacher, ids = (h @ w.T + randn(n, V)).log_softmax(-1).topk(K)
-    y = torch.randint(V, (n,), generator=g)
-    token_weight, adv = torch.rand(n, generator=g, dtype=torch.float64) + 0.1, randn(n)
-    logp_mu = (h @ w.T).log_softmax(-1).gather(1, y[:, None]).squeeze(1) + 0.3 * randn(n)
-    if n == T:
-        y[3], y[0] = -100, ids[0, 1]
-        ids[2, 1], ids[7] = -1, -1
-        token_weight[5], adv[5], h[5] = 0.0, math.nan, math.nan
-    teacher = torch.where(ids >= 0, teacher, -math.inf)
-    h, w, bias = (x.to(dtype).requires_grad_() for x in (h, w, bias))
-    token_weight, adv, logp_mu, teacher = (
-        x.to(torch.promote_types(dtype, torch.float32)) for x in (token_weight, adv, logp_mu, teacher)
-    )
-    return {"h": h, "w": w, "bias": bias, "y": y, "token_weight": token_weight, "adv": adv,
-            "logp_mu": logp_mu,
-            "ids": ids, "teacher": teacher}  # fmt: skip
-
-
-def everything(*leaves: Tensor, entropy: bool, topk: bool, args: tuple[Tensor, ...]) -> Aux:
-    """Clipped policy loss - 0.3 entropy + top-k reverse KL, of what there is."""
-    adv, logp_mu, teacher = args
-    rest = list(leaves)
-    logp = rest.pop(0)
-    on = torch.ones_like(logp, dtype=torch.bool)
-    loss, aux = grpo_loss(logp, logp_mu, adv, on)
-    if entropy:
-        loss = loss - 0.3 * rest.pop(0)
-    if topk:
-        loss = loss + partition_divergence(rest[0], rest[1], teacher, on)[0]
-    return loss, aux
-
-
-def ours(
-    x: dict[str, Any], *, entropy: bool = False, topk: bool = False, head: dict[str, Any], **kw: Any
-) -> Aux:
-    token_loss = separable(lambda *a: everything(*a[:-3], entropy=entropy, topk=topk, args=a[-3:]))
-    return linear_loss(
-        x["h"], x["w"], x["y"], x["token_weight"], token_loss, x["adv"], x["logp_mu"], x["teacher"],
-        entropy=entropy, topk_ids=x["ids"] if topk else None, **head, **kw,
-    )  # fmt: skip
-
-
-def naive(
-    x: dict[str, Any], *, entropy: bool = False, topk: bool = False, head: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, logp, entropy) from all logits in float64."""
-    temperature, scale, cap = (head.get(k) for k in ("temperature", "logit_scale", "softcap"))
-    keep = x["token_weight"] > 0
-    h = torch.where(keep[:, None], x["h"], 0.0).double()
-    a = h @ x["w"].double().T
-    a = (a if head.get("bias") is None else a + x["bias"].double()) * (scale or 1.0)
-    log_p = ((cap * torch.tanh(a / cap) if cap else a) / (temperature or 1.0)).log_softmax(-1)
-    known = x["y"] >= 0
-    logp = torch.where(known, log_p.gather(1, torch.where(known, x["y"], 0)[:, None]).squeeze(1), 0.0)
-    h_all = -(log_p.exp() * log_p).sum(-1)
-    used = x["ids"] >= 0
-    in_k = torch.zeros(len(a), V + 1, dtype=torch.bool).scatter(1, torch.where(used, x["ids"], V), True)[
-        :, :V
-    ]
-    log_k = torch.where(used, log_p.gather(1, x["ids"].clamp(min=0)), -math.inf)
-    leaves = (
-        logp,
-        *((h_all,) if entropy else ()),
-        *((log_k, log_p.masked_fill(in_k, -math.inf).logsumexp(-1)) if topk else ()),
-    )
-    args = torch.where(keep, x["adv"], 0.0).double(), x["logp_mu"].double(), x["teacher"].double()
-    loss, _ = everything(*leaves, entropy=entropy, topk=topk, args=args)
-    return (x["token_weight"] * torch.where(keep, loss, 0.0)).sum(), logp, h_all
-
 
 HEADS = [
     {},
@@ -316,58 +234,3 @@ def test_shapes_and_scales_that_do_not_fit_are_refused() -> None:
     for head in ({"temperature": 0.0}, {"softcap": -1.0}, {"logit_scale": -2.0}, {"chunk": 0}):
         with pytest.raises(ValueError, match="> 0"):
             ours(x, head=head)
-
-
-# ── Losses of whole rows ────────────────────────────────────────────────────────────────────────────────────
-
-
-def row_problem() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, token_weight, and a teacher's hidden states and head, of another width."""
-    g = torch.Generator().manual_seed(0)
-    h, w, th, tw = (
-        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((T, D), (V, D), (T, 9), (V, 9))
-    )
-    token_weight = torch.rand(T, generator=g, dtype=torch.float64)
-    token_weight[4], h[4], th[4] = 0.0, math.nan, math.nan
-    return h.requires_grad_(), w.requires_grad_(), token_weight, th, tw
-
-
-@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
-def test_a_teachers_whole_distribution_is_distilled_chunk_by_chunk(kind: Any) -> None:
-    h, w, token_weight, th, tw = row_problem()
-
-    def row_loss(z: Tensor, th: Tensor, on: Tensor) -> Aux:
-        return full_divergence(z, th @ tw.T, on, kind=kind)
-
-    def loss(h: Tensor, w: Tensor) -> Tensor:
-        return linear_row_loss(h, w, token_weight, row_loss, th, token_weight != 0, chunk=4)[0]
-
-    per_token, _ = row_loss(h @ w.T, th, token_weight != 0)
-    want = (token_weight * per_token).sum()
-    with Watch() as seen:
-        got = loss(h, w)
-    torch.testing.assert_close(got, want)
-    assert seen.matmuls == (3 + 1) * 3 and seen.numel < T * V
-    grads = torch.autograd.grad(got, (h, w))
-    keep = token_weight != 0
-    true = torch.autograd.grad(
-        (token_weight[keep] * row_loss(h[keep] @ w.T, th[keep], keep[keep])[0]).sum(), (h, w)
-    )
-    torch.testing.assert_close(grads, true)
-    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1))(h.detach(), w.detach()), true)
-    if kind == "reverse":
-        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(torch.autograd.grad(compiled(h, w), (h, w)), true)
-
-
-def test_row_losses_of_no_tokens_are_zero_and_misfits_are_refused() -> None:
-    h, w, token_weight, th, _ = row_problem()
-
-    def row_loss(z: Tensor) -> Aux:
-        return z.logsumexp(-1), {}
-
-    loss, aux = linear_row_loss(h[:0], w, token_weight[:0], row_loss)
-    assert loss.item() == 0 and not torch.autograd.grad(loss, w)[0].any() and aux["loss"].shape == (0,)
-    for bad in ((h, w[:, 1:], token_weight), (h, w, token_weight[1:])):
-        with pytest.raises(ValueError, match="linear_row_loss"):
-            linear_row_loss(*bad, row_loss)
