@@ -267,7 +267,8 @@ def newest(cfg: Config) -> tuple[str, Mapping[str, Any], float] | None:
     wanted = json.loads(json.dumps(to_dict(cfg)))
     runs = sorted(Path(cfg.log.dir).glob(f"{cfg.name}-*/summary.json"), key=lambda p: p.stat().st_mtime)
     for path in reversed(runs):
-        summary, had = (json.loads(path.with_name(f).read_text()) for f in (path.name, "config.json"))
+        summary, told = json.loads(path.read_text()), path.with_name("config.json")
+        had = json.loads(told.read_text()) if told.is_file() else {}
         if has_times(summary) and all(_work(had, name) == _work(wanted, name) for name in SAME):
             lines = path.with_name("metrics.jsonl").read_text().splitlines()[-summary["steps"] :]
             return path.parent.name, summary, trainer_seconds([json.loads(line) for line in lines])
@@ -275,9 +276,10 @@ def newest(cfg: Config) -> tuple[str, Mapping[str, Any], float] | None:
 
 
 def _work(config: Mapping[str, Any], name: str) -> Any:
+    """What stands there, without FREE; None where another version of the code had nothing there."""
     found: Any = config
     for part in name.split("."):
-        found = found[part]
+        found = (found or {}).get(part)
     return _bound(found)
 
 

@@ -335,3 +335,15 @@ def test_the_summary_counts_replicas_and_averages_what_the_weights_took():
     totals = monitor.totals(SimpleNamespace(seconds={}, trained=0, issued=0, dropped={}))  # type: ignore[arg-type]
     assert totals["replicas"] == {"sampler": 2}
     assert totals["sync_s"] == pytest.approx({"publish": 0.02, "deliver": 0.15})
+
+
+def test_a_run_of_another_version_of_the_code_is_passed_over(tmp_path):
+    cfg = replace(GENRM, log=replace(GENRM.log, dir=str(tmp_path)))
+    for i, missing in enumerate(["sync", "data", "judge"]):
+        written(tmp_path / f"{cfg.name}-{i}", cfg, SUMMARY)
+        told = tmp_path / f"{cfg.name}-{i}" / "config.json"
+        had = json.loads(told.read_text())
+        told.write_text(json.dumps({name: value for name, value in had.items() if name != missing}))
+    written(tmp_path / f"{cfg.name}-3", cfg, SUMMARY)
+    (tmp_path / f"{cfg.name}-3" / "config.json").unlink()
+    assert newest(cfg) is None
