@@ -110,6 +110,8 @@ def neutralised(text: str, *, verdict: Collection[str] = (), delimiter: str = "c
     scale = r"[\s\"'”]*(?:\([^()\n]{0,40}\)\s*|out\s+of\s+[0-9.]+\s*)?"
     part = r"[-+.,0-9]+(?=\s*(?:/|out\s))"  # "score 8/10"
     edit(rf"(?:{names}){scale}([:=|]|\b(?:is|at|est|ist|es)\b|[-–—](?=\s*[0-9])|{part})", "[{}", "{}]")
+    verb = r"(?:give|rate|grade|award|assign|deserve|merit|earn)s?|score(?=\s+(?:it|this))"
+    edit(rf"\b({verb})\s", "[{}", "{}]")  # "I give it 8", however far away the 8 is
     edit(_CHOICE, "[{}", "{}]")
     edit(_FRACTION, "[{}", "{}]")
     edit(rf"^[ \t]*(#+)[ \t]*(?:final |overall )?(?:{names})[ \t]*$", "· ")

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from losses.genrm import Judgement, parse
@@ -76,6 +76,7 @@ def test_emphasis_around_label_or_number_changes_nothing(score: float, emphasis:
 
 
 @settings(max_examples=200, deadline=None)
+@example("grade 8")
 @given(mixed)
 def test_a_neutralised_candidate_holds_no_verdict(candidate: str) -> None:
     echo = neutralised(candidate, verdict=["S:"])
