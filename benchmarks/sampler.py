@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from models.config import ModelConfig  # noqa: E402
 from rl.engines.vllm import VllmEngine  # noqa: E402
 from rl.engines.vllm_args import VllmOptions, sampling  # noqa: E402
+from rl.made.noise import SHAPES  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
 SIZES = {
@@ -41,8 +42,7 @@ SIZES = {
                         dtype="bfloat16"),
     "smollm2": ModelConfig(vocab_size=49152, d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64,
                            d_ff=1536, rope_theta=1e5, dtype="bfloat16"),
-    "0.5B": ModelConfig(family="qwen2", qkv_bias=True, vocab_size=151936, d_model=896, n_layers=24,
-                        n_heads=14, n_kv_heads=2, head_dim=64, d_ff=4864, rope_theta=1e6, dtype="bfloat16"),
+    "0.5B": SHAPES["0.5B"],
 }  # fmt: skip
 PLAIN: dict[str, dict[str, Any]] = {
     "vllm": {},

@@ -45,20 +45,15 @@ from rl.actors.trainer import WIRE, TrainerRank  # noqa: E402
 from rl.config import Config, Engine, Sync  # noqa: E402
 from rl.delivery import Delivery  # noqa: E402
 from rl.engines.make import Bundle  # noqa: E402
+from rl.made.noise import SHAPES  # noqa: E402
 from rl.pool import Pool  # noqa: E402
 from rl.roles import TrainerGroup  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
-QWEN = dict(family="qwen2", qkv_bias=True, head_dim=128, rope_theta=1e6, max_len=4096, dtype="bfloat16")
 SIZES: dict[str, ModelConfig] = {
     "tiny": ModelConfig(vocab_size=64, d_model=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32,
                         d_ff=128),
-    "0.5B": ModelConfig(**{**QWEN, "head_dim": 64}, vocab_size=151936, d_model=896, n_layers=24, n_heads=14,
-                        n_kv_heads=2, d_ff=4864, tie_embeddings=True),
-    "1.5B": ModelConfig(**QWEN, vocab_size=151936, d_model=1536, n_layers=28, n_heads=12, n_kv_heads=2,
-                        d_ff=8960, tie_embeddings=True),
-    "7B": ModelConfig(**QWEN, vocab_size=152064, d_model=3584, n_layers=28, n_heads=28, n_kv_heads=4,
-                      d_ff=18944, tie_embeddings=False),
+    **{size: replace(cfg, max_len=4096) for size, cfg in SHAPES.items()},
 }  # fmt: skip
 COLUMNS = ("publish", "receive", "pause", "commit", "stands", "gap", "step", "prove", "total")
 

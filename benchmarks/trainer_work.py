@@ -24,22 +24,15 @@ from models.transformer import Transformer
 from rl.batch import GroupData, GroupTokens, MicroBatch, build_micro
 from rl.config import Loss, Trainer
 from rl.lessons import Lesson
+from rl.made.noise import SHAPES
 from rl.objective import make_objective
 from rl.step import TrainState, make_optimizer, train_step
 from rl.types import Completion
 
-QWEN = {"family": "qwen2", "qkv_bias": True, "rope_theta": 1e6}
 SIZES = {
-    "tiny": ModelConfig(vocab_size=512, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16,
-                        d_ff=128, **QWEN),
-    "0.5B": ModelConfig(vocab_size=151936, d_model=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64,
-                        d_ff=4864, **QWEN),
-    "1.5B": ModelConfig(vocab_size=151936, d_model=1536, n_layers=28, n_heads=12, n_kv_heads=2, head_dim=128,
-                        d_ff=8960, **QWEN),
-    "3B": ModelConfig(vocab_size=151936, d_model=2048, n_layers=36, n_heads=16, n_kv_heads=2, head_dim=128,
-                      d_ff=11008, **QWEN),
-    "7B": ModelConfig(vocab_size=152064, d_model=3584, n_layers=28, n_heads=28, n_kv_heads=4, head_dim=128,
-                      d_ff=18944, tie_embeddings=False, **QWEN),
+    "tiny": ModelConfig(family="qwen2", qkv_bias=True, vocab_size=512, d_model=64, n_layers=2, n_heads=4,
+                        n_kv_heads=2, head_dim=16, d_ff=128, rope_theta=1e6),
+    **SHAPES,
 }  # fmt: skip
 
 

@@ -6,8 +6,7 @@ Lengths: of 40 answers to "Compute 7 - 1." and the like, at temperature 1, half 
 ten had 345 or more, and some did not end at 400. So with room for 512 every batch of 256 waits for answers
 five times as long as the median. They get shorter as the model learns, and the tail with them: no length is
 imposed. Every group is trained (zero_signal "keep"), because synchronous training would wait a second time
-for what replaces a dropped one, and the learning rate is constant, so that a run that is cut off is the
-beginning of a longer one.
+for what replaces a dropped one.
 
 Placement: sampler and trainer share one GPU, whose shares are of memory and not of time. So synchronous
 training, which uses it in turns, has all of it each time, and asynchronous training gains what the sampler
@@ -26,7 +25,7 @@ CONFIG = replace(
     name="smollm2_async",
     sampler=replace(ARITH.sampler, max_tokens=512),
     loss=Loss(zero_signal="keep"),
-    trainer=replace(ARITH.trainer, steps=30, prompts=32, final_lr=1.0),
+    trainer=replace(ARITH.trainer, steps=30, prompts=32),
     staleness=Staleness(max_age=2),
     checkpoint=Checkpoint(every=0),
 )
