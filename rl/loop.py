@@ -81,6 +81,7 @@ class Loop:
         try:
             return await self._run(resume)
         except ExceptionGroup as group:
+            await self.saving.settled()
             raise _first(group) from None
 
     async def _run(self, resume: str | None) -> dict[str, Any]:

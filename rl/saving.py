@@ -29,19 +29,28 @@ class Saving:
     async def ended(self) -> None:
         """Wait for the one that is under way, if any. Raises RoleError where it could not be written."""
         began = time.monotonic()
-        if self.under_way is not None:
-            await self.under_way
+        await self._outcome()
         self._note("wait", began)
+
+    async def settled(self) -> None:
+        """Wait for the one that is under way, whatever comes of it: the run has failed elsewhere."""
+        if self.under_way is not None:
+            await asyncio.gather(self.under_way, return_exceptions=True)
 
     async def save(
         self, version: int, ledger: Ledger, extra: dict[str, Any], tasks: asyncio.TaskGroup
     ) -> None:  # fmt: skip
-        """Copy the trainer's state, of `version` as all the rest is; one of `tasks` writes it. The one before
-        must have ended."""
+        """Copy the trainer's state, of `version` as all the rest is, and write it beside `tasks`, which its
+        failure ends, but whose failure does not end it. The one before must have ended."""
         began = time.monotonic()
         await self.trainer.call("stage", deadline=self.cfg.deadlines.train)
         self._note("stage", began)
-        self.under_way = tasks.create_task(self._write(version, ledger, extra))
+        self.under_way = asyncio.create_task(self._write(version, ledger, extra))
+        tasks.create_task(self._outcome())
+
+    async def _outcome(self) -> None:
+        if self.under_way is not None:
+            await asyncio.shield(self.under_way)
 
     async def _write(self, version: int, ledger: Ledger, extra: dict[str, Any]) -> None:
         began, wait = time.monotonic(), self.cfg.deadlines.train

@@ -120,6 +120,22 @@ def test_what_is_cut_off_while_it_is_written_is_passed_over_for_the_one_before(t
     assert_of_one_moment(newest, tmp_path)
 
 
+def test_a_checkpoint_under_way_is_finished_though_the_run_fails_meanwhile(tmp_path):
+    class Fails(Watched):
+        async def step(self, *args):
+            if self.version == 5:
+                raise RuntimeError("no memory")
+            return await super().step(*args)
+
+    trainer = Fails(2, writing=0.3)
+    with pytest.raises(RoleError, match="no memory"):
+        finish(make_loop(tmp_path, saving(steps=12), trainer=trainer))
+    assert trainer.reached == [(4, 5)]
+    newest = checkpoint.newest(tmp_path, print)
+    assert newest is not None and newest.name == "step_000004"
+    assert_of_one_moment(newest, tmp_path)
+
+
 def test_a_write_that_fails_ends_the_run_by_name(tmp_path):
     class Full(FakeTrainer):
         async def write(self, path):
