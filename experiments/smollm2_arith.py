@@ -13,6 +13,6 @@ CONFIG = Config(
     sampler=Sampler(max_tokens=64, slots=512, engine=Engine(kind="vllm", gpus=0.4)),
     reward=Reward(rule=1.0, rule_name="gsm8k"),  # the number that the answer ends in
     loss=Loss(zero_signal="drop"),
-    trainer=Trainer(steps=60, prompts=64, lr=2e-5, final_lr=1.0, micro_tokens=32_768, gpus=0.4),
+    trainer=Trainer(steps=70, prompts=64, lr=2e-5, final_lr=1.0, micro_tokens=32_768, gpus=0.4),
     deadlines=Deadlines(start=600),
 )
