@@ -85,7 +85,7 @@ def work(rank: int, row: Row, port: int, path: str) -> None:
     for setting in row.inductor:
         name, value = setting.split("=")
         setattr(inductor, name, {"True": True, "False": False}.get(value, value))
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=row.ranks)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=row.ranks)
     mesh = DeviceMesh(device.type, list(range(row.ranks)))
     torch.manual_seed(rank)
     step, found = (baseline if row.baseline else ours)(row, mesh, device)

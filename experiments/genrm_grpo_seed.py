@@ -27,7 +27,7 @@ CONFIG = Config(
     name="genrm_grpo_seed",
     data=Data(reasoning_gym=("gsm_symbolic",), size=3200, held_out=64, too_long="truncate_left"),
     policy=Policy(model="random-0.5B"),
-    sampler=Sampler(samples=4, max_tokens=512, slots=512, engine=Engine(kind="vllm", gpus=1.0)),
+    sampler=Sampler(samples=4, max_tokens=512, slots=512, engine=Engine(kind="vllm", gpus=0.52)),
     judge=Judge(
         model="random-3B",
         template="Problem: {problem}\n\nSolution: {candidate}\n\nHow good is the solution, from 1 to 9? ",
@@ -38,7 +38,8 @@ CONFIG = Config(
         hi=9.0,
         coverage=0.01,
         slots=256,
-        engine=Engine(kind="vllm", gpus=0.45),
+        replicas=2,
+        engine=Engine(kind="vllm", gpus=0.4),
     ),
     reward=Reward(judge=1.0, rule_name="gsm8k"),
     loss=Loss(eps_low=0.2, eps_high=0.28, dual_clip=10.0),

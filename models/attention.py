@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any, Literal
@@ -119,13 +120,42 @@ def _fa4_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
     max_q: int, max_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _fa4_backward_into(grads, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k)
+    return grads
+
+
+@torch.library.custom_op("viva::fa4_backward_joined", mutates_args=())
+def _fa4_backward_joined(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
+    max_q: int, max_k: int,
+) -> Tensor:  # fmt: skip
+    """All gradients side by side [T, N + 2 K, H]: where they come from one tensor nothing is copied."""
+    joined = q.new_empty(_joined_shape(q, k))
+    grads = joined.split(_heads(q, k), dim=1)
+    _fa4_backward_into(grads, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k)
+    return joined
+
+
+def _fa4_backward_into(
+    grads: Sequence[Tensor], do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+) -> None:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[import-not-found]
 
-    dq, dk, dv = _flash_attn_bwd(
-        q, k, v, o, do, lse, causal=True,
+    dq, dk, dv = grads
+    _flash_attn_bwd(
+        q, k, v, o, do, lse, causal=True, dq=dq, dk=dk, dv=dv,
         cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
     )  # fmt: skip
-    return dq, dk, dv
+
+
+def _heads(q: Tensor, k: Tensor) -> list[int]:
+    return [q.shape[1], k.shape[1], k.shape[1]]
+
+
+def _joined_shape(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    return q.shape[0], sum(_heads(q, k)), q.shape[2]
 
 
 @_fa4.register_fake
@@ -143,13 +173,27 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+@_fa4_backward_joined.register_fake
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
+    max_q: int, max_k: int,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(_joined_shape(q, k))
+
+
 def _fa4_save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_q, cu_k, ctx.max_q, ctx.max_k = inputs
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
 
 
 def _fa4_grad(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_fa4_backward(do, *ctx.saved_tensors, ctx.max_q, ctx.max_k), None, None, None, None
+    q, k, *rest = ctx.saved_tensors
+    if len(q) == len(k):
+        joined = _fa4_backward_joined(do, q, k, *rest, ctx.max_q, ctx.max_k)
+        grads = joined.split(_heads(q, k), dim=1)
+    else:
+        grads = _fa4_backward(do, q, k, *rest, ctx.max_q, ctx.max_k)
+    return *grads, None, None, None, None
 
 
 _fa4.register_autograd(_fa4_grad, setup_context=_fa4_save)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models.replica import Replica, attach, replica_of
-from models.transformer import Attention, Block, Transformer
+from models.transformer import Attention, Block, Transformer, rotate
 from models.zero import Zero
 
 Recompute = Literal["none", "selective", "full"]
@@ -105,12 +106,9 @@ def parallelise(
         model.model.norm.compile(fullgraph=True)
     if not shard:
         if several:
-            attach(
-                model,
-                Zero(model, dtype, compile=compile, mesh=mesh, units=[*model.model.layers], overlap=overlap),
-            )
+            attach(model, Zero(model, dtype, mesh=mesh, units=[*model.model.layers], overlap=overlap))
         elif not wide:
-            attach(model, Replica(model, dtype, compile=compile))
+            attach(model, Replica(model, dtype))
         return model
     split(model, reshard_after_forward=False)
     for module in _sharded(model):
@@ -148,14 +146,24 @@ def _join(attention: Attention) -> None:
     """Project to queries, keys and values by a single matmul. The parameters stay three: to lay them side by
     side is a read and a write of weights, nothing beside thousands of tokens."""
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    sizes = [part.out_features // attention.head_dim for part in parts]
 
-    def project(x: Tensor) -> tuple[Tensor, ...]:
+    def heads(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bias = torch.cat([p.bias for p in parts]) if attention.q_proj.bias is not None else None
         joined = F.linear(x, torch.cat([p.weight for p in parts]), bias)
-        q, k, v = joined.split([p.out_features for p in parts], dim=-1)
-        return q, k, v.contiguous()  # the other two are made anew by their rotation
+        joined = rearrange(joined, "... (n h) -> ... n h", h=attention.head_dim)
+        if attention.q_norm is None or attention.k_norm is None:
+            # All are turned at once, values by nothing: parts that are put together again in the backward
+            # take a kernel that loads them number by number.
+            turned = (torch.arange(sum(sizes), device=x.device) < sum(sizes[:2]))[:, None]
+            joined = rotate(joined, torch.where(turned, cos, 1.0), torch.where(turned, sin, 0.0))
+            q, k, v = joined.split(sizes, dim=-2)
+            return q, k, v
+        q, k, v = joined.split(sizes, dim=-2)
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a rotation makes the others anew
 
-    attention.project = project
+    attention.heads = heads
 
 
 def _recompute(block: nn.Module, how: Recompute) -> None:

@@ -36,8 +36,7 @@ class Replica:
     Bytes a parameter, in bfloat16: 4 + 2, with two moments 14; the gradient 2, or 6 while micro-batches add.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, *, compile: bool) -> None:
-        self.compile = compile  # whether whoever steps the masters should compile that too
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         own = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
         self.slots = [(module, name) for module, name, p in own if p is not None]
         self.masters = [p for _, _, p in own if p is not None]
@@ -61,22 +60,22 @@ class Replica:
         """Say, before its forward, that a micro-batch begins, and whether ranks add up gradients in its
         backward."""
 
-    def gradients(self) -> list[Held]:
-        """Of the step, where there are any."""
+    def gradients(self) -> list[list[Held]]:
+        """Of the step, where there are any, in units that are stepped one after the other."""
         if any(p.grad is not None for p in self.masters):
             self._fold()
         grads = [
             w.grad if m.grad is None else m.grad for m, w in zip(self.masters, self.working, strict=True)
         ]
         both = zip(self.masters, self.working, grads, strict=True)
-        return [Held(m, w, (g,)) for m, w, g in both if g is not None]
+        return [[Held(m, w, (g,)) for m, w, g in both if g is not None]]
 
     def over_ranks(self, total: Tensor) -> Tensor:
         """The sum of what each rank has of a total over `gradients`."""
         return total
 
     def written(self, i: int) -> None:
-        """Say that the i-th of `gradients` has been stepped: master and working weight. In their order."""
+        """Say that the i-th unit of `gradients` has been stepped: masters and working weights."""
 
     def stepped(self) -> None:
         """Say that all have been. Forgets the gradients."""

@@ -80,15 +80,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.head_dim = cfg.head_dim
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values of x [..., D], flat: [..., N H], [..., K H] twice."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
-        q, k, v = (rearrange(part, "... (n h) -> ... n h", h=self.head_dim) for part in self.project(x))
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of x [..., D] queries [..., N, H] and keys [..., K, H], turned by their positions, and values."""
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (rearrange(part, "... (n h) -> ... n h", h=self.head_dim) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        o = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
+        o = attend(layer, *self.heads(x, cos, sin))
         return self.o_proj(rearrange(o, "... n h -> ... (n h)"))
 
 

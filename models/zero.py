@@ -36,10 +36,10 @@ class Zero(Replica):
     """
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, *, compile: bool, mesh: DeviceMesh,
-        units: Sequence[nn.Module], overlap: bool = True,
+        self, model: nn.Module, dtype: torch.dtype, *, mesh: DeviceMesh, units: Sequence[nn.Module],
+        overlap: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(model, dtype, compile=compile)
+        super().__init__(model, dtype)
         self.overlap = overlap
         self.group, self.rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         with torch.no_grad():
@@ -50,7 +50,6 @@ class Zero(Replica):
         unit_of = {module: i for i, unit in enumerate(units) for module in unit.modules()}
         backwards = groupby(reversed(range(len(self.slots))), lambda i: unit_of.get(self.slots[i][0]))
         self.units = [list(unit) for _, unit in backwards]
-        self.order = [i for unit in self.units for i in unit]
         for i, w in enumerate(self.working):
             w.register_post_accumulate_grad_hook(partial(self._accumulated, i))
         self.works: list[dist.Work] = []
@@ -63,7 +62,7 @@ class Zero(Replica):
         self.exchanging = exchange
         self.adding |= not exchange
 
-    def gradients(self) -> list[Held]:
+    def gradients(self) -> list[list[Held]]:
         """Of this rank's rows. Ranks must have exchanged them."""
         if not self.exchanging:
             raise ValueError("gradients: the last micro-batch of a step must be one that exchanges")
@@ -71,17 +70,17 @@ class Zero(Replica):
         if self.totals:
             self._settle()
         grads = {i: (g,) for i, g in self.totals.items()} or self.pieces
-        return [Held(self.masters[i], self.rows[i][self.rank], grads[i]) for i in self.order]
+        return [
+            [Held(self.masters[i], self.rows[i][self.rank], grads[i]) for i in unit] for unit in self.units
+        ]
 
     def over_ranks(self, total: Tensor) -> Tensor:
         dist.all_reduce(total, group=self.group)
         return total
 
     def written(self, i: int) -> None:
-        self.unsent.append(self.order[i])
-        if self.unsent == self.units[self.sent]:
-            self._spread(self.unsent)
-            self.unsent, self.sent = [], self.sent + 1
+        self._spread(self.units[i])
+        self.sent += 1
 
     def stepped(self) -> None:
         assert self.sent == len(self.units), "some rows have been stepped and not sent"
@@ -101,7 +100,6 @@ class Zero(Replica):
         self.pieces: dict[int, tuple[Tensor, ...]] = {}  # all ranks' gradients of this rank's rows
         self.complete: set[int] = set()  # parameters, in the backward that exchanges
         self.exchanged = 0  # units
-        self.unsent: list[int] = []
         self.sent = 0  # units
 
     def _accumulated(self, i: int, working: Tensor) -> None:

@@ -1,91 +1,119 @@
-"""AdamW in one pass over memory: from gradients in low precision to masters, moments and working weights."""
+"""AdamW in one pass over memory: from gradients in low precision to masters, moments and working weights.
 
+On CUDA a Triton kernel takes all parameters of a unit, or of the model, in one launch; without Triton, and on
+a CPU, torch does the same one by one.
+"""
+
+# pyright: reportInvalidTypeForm=false, reportIndexIssue=false
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch._dynamo import maybe_mark_dynamic
 from torch.distributed.tensor import DTensor
 
+from models.checksum import has_triton
 from models.replica import Held, summed
 
-LANES = 128  # elements of a row of what is compiled: a multiple of what a thread loads at once
+T = TypeVar("T")
+BLOCK = 2048  # elements of a program of the kernel
+tl: Any = None  # triton.language, once there is a kernel
 
 
-def adamw_(
-    master: Tensor, working: Tensor, grads: Sequence[Tensor], mean: Tensor, square: Tensor,
-    factor: Tensor, lr: Tensor, rate: Tensor, root: Tensor,
-    *, betas: tuple[float, float], eps: float, decay: float,
-) -> None:  # fmt: skip
-    """One parameter, in place; all but `working` and `grads` are float32.
+class Slot(NamedTuple):
+    """What a step reads and writes of one parameter, or of a rank's rows of it; contiguous."""
 
-    g = factor · Σ grads
-    mean   ← β₁ mean + (1 - β₁) g
-    square ← β₂ square + (1 - β₂) g²
-    master ← (1 - lr · decay) master - rate · mean / (√square / root + ε),   working ← master
-
-    rate = lr / (1 - β₁ᵗ), root = √(1 - β₂ᵗ) at step t = 1, 2, …; they, lr and factor are scalars, on the
-    device: nothing is compiled for their values, and the host waits for none.
-    28 bytes a parameter are moved with one bfloat16 gradient and such weights, 2 more for each further one;
-    cast, clip, step and cast move 46.
-    "Decoupled weight decay regularization", Loshchilov & Hutter 2019.
-    """
-    g = factor * summed(grads)
-    mean.lerp_(g, 1 - betas[0])
-    square.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
-    master.mul_(1 - lr * decay).sub_(rate * mean / (square.sqrt() / root + eps))
-    working.copy_(master)
+    master: Tensor  # float32, as both moments
+    mean: Tensor
+    square: Tensor
+    working: Tensor
+    grads: tuple[Tensor, ...]  # of one dtype
 
 
 @torch.no_grad()
 def step(
     optimizer: torch.optim.AdamW,
-    held: Sequence[Held],
+    units: Sequence[Sequence[Held]],
     factor: Tensor,
     *,
-    compile: bool,
     written: Callable[[int], None] = lambda i: None,
 ) -> None:
     """`optimizer.step()` from gradients that are held elsewhere, each multiplied by `factor`; of masters that
-    are DTensors this rank's rows. `written` is told when the work on the i-th of `held` is queued.
+    are DTensors this rank's rows. `written` is told when the work on the i-th unit is queued.
 
-    The optimiser's state is torch's, so that its checkpoints are. All parameters have taken as many steps.
+    g = factor · Σ grads
+    mean   ← β₁ mean + (1 - β₁) g
+    square ← β₂ square + (1 - β₂) g²
+    master ← (1 - lr · decay) master - lr / (1 - β₁ᵗ) · mean / (√square / √(1 - β₂ᵗ) + ε),   working ← master
+
+    at step t = 1, 2, …, in float32. The optimiser's state is torch's, so that its checkpoints are. All
+    parameters have taken as many steps. The host waits for nothing.
+    28 bytes a parameter are moved with one bfloat16 gradient and such weights, 2 more for each further one;
+    cast, clip, step and cast move 46.
+    "Decoupled weight decay regularization", Loshchilov & Hutter 2019.
     """
     (group,) = optimizer.param_groups
-    states = [_state(optimizer, h.master) for h in held]
-    torch._foreach_add_([state["step"] for state in states], 1)
-    lr, t, betas = factor.new_full((), group["lr"]), states[0]["step"].double(), group["betas"]
-    rate, root = (group["lr"] / (1 - betas[0] ** t)).float(), (1 - betas[1] ** t).sqrt().float()
-    rate, root = rate.to(factor.device), root.to(factor.device)
-    update = _compiled(adamw_) if compile else adamw_
-    for i, (h, state) in enumerate(zip(held, states, strict=True)):
-        if h.working.numel():
-            update(
-                _rows(h.master), _rows(h.working), [_rows(g) for g in h.grads], _rows(state["exp_avg"]),
-                _rows(state["exp_avg_sq"]), factor, lr, rate, root,
-                betas=betas, eps=group["eps"], decay=group["weight_decay"],
-            )  # fmt: skip
+    states = [[_state(optimizer, h.master) for h in unit] for unit in units]
+    torch._foreach_add_([state["step"] for unit in states for state in unit], 1)
+    lr, betas, t = group["lr"], group["betas"], states[0][0]["step"].double().to(factor.device)
+    keep = factor.new_full((), 1 - lr * group["weight_decay"], dtype=torch.float64)
+    scalars = torch.stack([factor, keep, lr / (1 - betas[0] ** t), (1 - betas[1] ** t).sqrt()]).float()
+    update = step_triton if has_triton(factor.device) else step_torch
+    for i, (unit, known) in enumerate(zip(units, states, strict=True)):
+        slots = [
+            Slot(_local(h.master), _local(s["exp_avg"]), _local(s["exp_avg_sq"]), h.working, h.grads)
+            for h, s in zip(unit, known, strict=True)
+            if h.working.numel()
+        ]
+        update(slots, scalars, betas, group["eps"])
         written(i)
 
 
 @torch.no_grad()
-def squared_norm(held: Sequence[Held], *, compile: bool) -> Tensor:
+def squared_norm(held: Sequence[Held]) -> Tensor:
     """Σ (Σ grads)² over all entries, in float32: a scalar on the device."""
-    if all(len(h.grads) == 1 for h in held):
-        norms = torch._foreach_norm([g for h in held for g in h.grads], 2.0, dtype=torch.float32)
-        return torch.stack(norms).square().sum()
-    squares = _compiled(_squares) if compile else _squares
-    rows = [squares([_rows(g) for g in h.grads]) for h in held if h.working.numel()]
-    return torch.stack(torch._foreach_norm(rows, 1.0)).sum()
+    grads = [h.grads for h in held if h.working.numel()]
+    device = held[0].working.device
+    partial = norms_triton(grads) if grads and has_triton(device) else norms_torch(grads)
+    return torch.cat([*partial, torch.zeros(1, device=device)]).sum()
 
 
-def _squares(grads: Sequence[Tensor]) -> Tensor:
-    """Of each row: a graph for all sizes would split a sum over everything as the first of them needs it."""
-    return summed(grads).square().sum(-1)
+def step_torch(slots: Sequence[Slot], scalars: Tensor, betas: tuple[float, float], eps: float) -> None:
+    """In place. scalars: [4] float32, on the device: factor, 1 - lr · decay, lr / (1 - β₁ᵗ), √(1 - β₂ᵗ)."""
+    factor, keep, rate, root = scalars
+    for master, mean, square, working, grads in slots:
+        g = factor * summed(grads)
+        mean.lerp_(g, 1 - betas[0])
+        square.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+        master.mul_(keep).sub_(rate * mean / (square.sqrt() / root + eps))
+        working.copy_(master)
+
+
+def norms_torch(grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Squares, added up in any parts: each [n] float32."""
+    return [summed(g).square().sum()[None] for g in grads]
+
+
+def step_triton(slots: Sequence[Slot], scalars: Tensor, betas: tuple[float, float], eps: float) -> None:
+    """`step_torch`, in one launch for all slots whose dtypes are the same."""
+    for some in _alike(slots, lambda s: (s.working.dtype, *_kind(s.grads))):
+        rows = [(s.master, s.mean, s.square, s.working, *_dense(s.grads)) for s in some]
+        _launch(rows, scalars, scalars, some[0].grads, some[0].working.dtype, betas, eps)
+
+
+def norms_triton(grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """`norms_torch`, in one launch for all gradients whose dtypes are the same."""
+    out = []
+    for some in _alike(grads, _kind):
+        device = some[0][0].device
+        out.append(torch.empty(len(_chunks(_sizes(some), device)), device=device))
+        _launch([(g[0],) * 4 + _dense(g) for g in some], out[-1], out[-1], some[0], None)
+    return out
 
 
 def _state(optimizer: torch.optim.AdamW, master: Tensor) -> dict[str, Any]:
@@ -96,14 +124,114 @@ def _state(optimizer: torch.optim.AdamW, master: Tensor) -> dict[str, Any]:
     return state
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[n / 128, 128], or [n] where that does not divide or is one row: two graphs for all sizes."""
-    x = x.to_local() if isinstance(x, DTensor) else x
-    rows = x.view(-1, LANES) if x.numel() > LANES and x.numel() % LANES == 0 else x.view(-1)
-    maybe_mark_dynamic(rows, 0)
-    return rows
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
+def _alike(items: Sequence[T], kind: Callable[[T], Any]) -> list[list[T]]:
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
+    return list(groups.values())
+
+
+def _kind(grads: Sequence[Tensor]) -> tuple[int, torch.dtype]:
+    return len(grads), grads[0].dtype
+
+
+def _dense(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(g.contiguous() for g in grads)
+
+
+def _sizes(rows: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
+    return tuple(row[0].numel() for row in rows)
+
+
+# ── The kernel ────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """[chunks, 2] int32: of which tensor each is, and its number there."""
+    counts = np.array([-(-n // BLOCK) for n in sizes])
+    of = np.repeat(np.arange(len(sizes)), counts)
+    nth = np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+    return torch.from_numpy(np.stack([of, nth], 1).astype(np.int32)).to(device)
+
+
+def _launch(
+    rows: Sequence[Sequence[Tensor]], scalars: Tensor, out: Tensor, grads: Sequence[Tensor],
+    working: torch.dtype | None, betas: tuple[float, float] = (0.0, 0.0), eps: float = 0.0,
+) -> None:  # fmt: skip
+    """rows: of each parameter the master, both moments, the working weights and the gradients, `grads` of the
+    first. Without a dtype of working weights their squares' sums go to `out` [chunks]."""
+    device, sizes = rows[0][0].device, _sizes(rows)
+    cuda = device.type == "cuda"
+    # `rows` keep alive what the addresses are of, until the launch is queued
+    table = [(n, *(x.data_ptr() for x in row)) for n, row in zip(sizes, rows, strict=True)]
+    aligned = all(number % 16 == 0 for row in table for number in row)
+    chunks = _chunks(sizes, device)
+    there = torch.tensor(table, dtype=torch.int64, pin_memory=cuda).to(device, non_blocking=True)
+    with torch.cuda.device(device if cuda else -1):
+        _jitted()[(len(chunks),)](
+            there, chunks, scalars, out, 1 - betas[0], betas[1], 1 - betas[1], eps,
+            N_GRADS=len(grads), GRAD=_dtype(grads[0].dtype), WORKING=working and _dtype(working),
+            WIDTH=BLOCK, ALIGNED=aligned, num_warps=8,
+        )  # fmt: skip
+
+
+def _kernel(
+    table_ptr, chunks_ptr, scalars_ptr, out_ptr, rise1, beta2, rise2, eps,
+    N_GRADS: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One chunk. ALIGNED: sizes and addresses are multiples of 16, so that lanes load 16 bytes at once."""
+    chunk = tl.program_id(0)
+    entry = table_ptr + tl.load(chunks_ptr + 2 * chunk) * (5 + N_GRADS)
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * WIDTH
+    size = tl.load(entry)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+    place = start + tl.arange(0, WIDTH)
+    inside = place < size
+    g = tl.zeros([WIDTH], tl.float32)
+    for i in tl.static_range(N_GRADS):
+        address = tl.load(entry + 5 + i).to(tl.pointer_type(GRAD))
+        if ALIGNED:
+            address = tl.multiple_of(address, 16)
+        g += tl.load(address + place, inside, 0).to(tl.float32)
+    if WORKING is None:
+        tl.store(out_ptr + chunk, tl.sum(g * g, 0))
+    else:
+        factor, keep = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
+        rate, root = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
+        master_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
+        mean_ptr = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+        square_ptr = tl.load(entry + 3).to(tl.pointer_type(tl.float32))
+        working_ptr = tl.load(entry + 4).to(tl.pointer_type(WORKING))
+        if ALIGNED:
+            master_ptr, mean_ptr = tl.multiple_of(master_ptr, 16), tl.multiple_of(mean_ptr, 16)
+            square_ptr, working_ptr = tl.multiple_of(square_ptr, 16), tl.multiple_of(working_ptr, 16)
+        g *= factor
+        mean, square = tl.load(mean_ptr + place, inside), tl.load(square_ptr + place, inside)
+        mean += rise1 * (g - mean)
+        square = beta2 * square + rise2 * g * g
+        master = keep * tl.load(master_ptr + place, inside) - rate * mean / (tl.sqrt(square) / root + eps)
+        tl.store(mean_ptr + place, mean, inside)
+        tl.store(square_ptr + place, square, inside)
+        tl.store(master_ptr + place, master, inside)
+        tl.store(working_ptr + place, master.to(WORKING), inside)
+
+
+def _dtype(dtype: torch.dtype) -> Any:
+    _jitted()
+    return getattr(
+        tl, {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}[dtype]
+    )
+
+
+@functools.cache
+def _jitted() -> Any:
+    global tl
+    tl = importlib.import_module("triton.language")
+    return importlib.import_module("triton").jit(_kernel)

@@ -3,7 +3,7 @@ once. Or in parts, as micro-batches arrive: begin → accumulate, any number of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -126,33 +126,55 @@ def finish(pending: Pending, cfg: Trainer, *, scale: float = 1.0) -> tuple[Train
     lr = learning_rate(cfg, state.version)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    norm = _clip_and_step(state, cfg.clip_grad, scale)
-    # From here on the host waits for the device.
-    sums = _over_ranks(pending.sums)
+    names, table = _over_ranks(pending.sums)
+    norm, step = _clipped(state, cfg.clip_grad, scale)
+    arrived = to_host(torch.cat([table, norm.to(table).expand(1, 2)]))
+    step()
+    *rows, (length, _) = arrived().tolist()  # here the host waits: for the norm, not for the step
+    sums = {name: (total, count) for name, (total, count) in zip(names, rows, strict=True)}
     total, share = sums["loss/total"]
     metrics = {
         **quotients({**sums, "loss/total": (scale * total, share)}),
-        "train/grad_norm": float(norm),
+        "train/grad_norm": length,
         "train/lr": lr,
         "compile/recompiles": float(_graphs() - pending.graphs),
     }
     return replace(state, version=state.version + 1), metrics
 
 
-def _clip_and_step(state: TrainState, bound: float, scale: float) -> Tensor:
+def _clipped(state: TrainState, bound: float, scale: float) -> tuple[Tensor, Callable[[], None]]:
+    """The gradient's norm, a scalar on the device, and what steps."""
     replica = replica_of(state.model)
     if replica is None:
         norm = clip_gradients(state.model, bound, scale=scale)
-        state.optimizer.step()
-        return norm
-    held = replica.gradients()
-    squared = adamw.squared_norm(held, compile=replica.compile)
+        return norm, lambda: state.optimizer.step()
+    units = replica.gradients()
+    squared = adamw.squared_norm([held for unit in units for held in unit])
     norm = scale * replica.over_ranks(squared).sqrt()
     factor = clip_factor(norm, bound, scale)
-    assert isinstance(state.optimizer, torch.optim.AdamW)
-    adamw.step(state.optimizer, held, factor, compile=replica.compile, written=replica.written)
-    replica.stepped()
-    return norm
+    optimizer = state.optimizer
+    assert isinstance(optimizer, torch.optim.AdamW)
+
+    def step() -> None:
+        adamw.step(optimizer, units, factor, written=replica.written)
+        replica.stepped()
+
+    return norm, step
+
+
+def to_host(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy; what is returned waits for the copy alone, not for work that is queued after it."""
+    there = x.to("cpu", non_blocking=True)
+    if not x.is_cuda:
+        return lambda: there
+    done = torch.cuda.Event()
+    done.record()
+
+    def arrived() -> Tensor:
+        done.synchronize()
+        return there
+
+    return arrived
 
 
 def _hidden(state: TrainState, micro: MicroBatch) -> Tensor:
@@ -220,16 +242,16 @@ def _added(before: dict[str, Tensor], sums: Sums) -> dict[str, Tensor]:
     return {**before, **{name: before[name] + p if name in before else p for name, p in pairs.items()}}
 
 
-def _over_ranks(added: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Every rank's sums, added. All ranks run the same terms, but a term may have had no token on one of
-    them."""
+def _over_ranks(added: dict[str, Tensor]) -> tuple[list[str], Tensor]:
+    """Every rank's sums, added: names, and [names, 2]. All ranks run the same terms, but a term may have had
+    no token on one of them."""
     names = sorted(added)
     if world_size() > 1:
         everyone: list[list[str]] = [[] for _ in range(world_size())]
-        dist.all_gather_object(everyone, names)
+        dist.all_gather_object(everyone, names)  # by gloo, which waits for no device
         names = sorted(set().union(*everyone))
     nothing = torch.zeros_like(added["loss/total"])
     table = torch.stack([added.get(name, nothing) for name in names])
     if world_size() > 1:
         dist.all_reduce(table)
-    return {name: (total, count) for name, (total, count) in zip(names, table.tolist(), strict=True)}
+    return names, table

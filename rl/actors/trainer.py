@@ -68,9 +68,11 @@ class TrainerRank:
         torch.set_num_threads(cfg.threads)
         use_cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if use_cuda else "cpu")
+        if use_cuda and cfg.gpus < 1:  # or the roles beside it run out of memory first
+            torch.cuda.set_per_process_memory_fraction(cfg.gpus, self.device)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(node_address()))
         store = self.store or dist.TCPStore(host, port, is_master=False)
-        backend = "nccl" if use_cuda else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"  # objects travel beside the device's work
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=cfg.ranks,
             timeout=timedelta(seconds=self.cfg.deadlines.train),

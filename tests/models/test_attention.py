@@ -1,3 +1,4 @@
+import copy
 import sys
 from types import ModuleType
 from typing import Any
@@ -6,8 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_fw_bw_and_get_code
 
 from models.attention import attention_backend, choose_attention, make_layout, packed_attention
+from models.config import ModelConfig
+from models.parallelise import _join
+from models.transformer import Attention, rope_frequencies, rope_tables
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -132,9 +137,10 @@ def installed_fa4(monkeypatch):
         ]
         return torch.cat(o), torch.cat([s.logsumexp(-1) for s in parts], 1), None, None, None
 
-    def backward(q, k, v, o, do, lse, *, causal, **cu):
-        """FlashAttention's equations, from the saved output and log-sum-exp."""
+    def backward(q, k, v, o, do, lse, *, causal, dq, dk, dv, **cu):
+        """FlashAttention's equations, from the saved output and log-sum-exp, into dq, dk, dv."""
         assert causal
+        into = dq, dk, dv
         n, m = lengths(**cu)
         parts = (q.split(n), k.split(m), v.split(m), o.split(n), do.split(n), lse.split(n, 1))
         grads = []
@@ -146,7 +152,8 @@ def installed_fa4(monkeypatch):
             dq = torch.einsum("nij,jnh->inh", ds, k.repeat_interleave(group, 1))
             dk, dv = torch.einsum("nij,inh->jnh", ds, q), torch.einsum("nij,inh->jnh", p, do)
             grads.append((dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))))
-        return tuple(torch.cat(x) for x in zip(*grads, strict=True))
+        for there, x in zip(into, zip(*grads, strict=True), strict=True):
+            there.copy_(torch.cat(x))
 
     interface: Any = ModuleType("flash_attn.cute.interface")
     interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
@@ -176,3 +183,32 @@ def test_fa4_is_one_operation_in_the_graph_with_its_own_backward(monkeypatch, co
         grads = (torch.autograd.grad(y, x, weight) for y, x in ((got, own), (expected, exact)))
         for g, e in zip(*grads, strict=True):
             torch.testing.assert_close(g, e)
+
+
+@pytest.mark.slow
+def test_joined_projections_get_fa4s_gradients_from_one_tensor_and_put_none_together(monkeypatch):
+    installed_fa4(monkeypatch)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    cfg = ModelConfig(family="qwen2", qkv_bias=True, vocab_size=8, d_model=32, n_layers=1, n_heads=4,
+                      n_kv_heads=2, head_dim=8, d_ff=8)  # fmt: skip
+    attention, layout = Attention(cfg), make_layout([4, 6])
+    joined = copy.deepcopy(attention)
+    _join(joined)
+    x, (cos, sin) = torch.randn(10, 32), rope_tables(layout.positions, rope_frequencies(cfg))
+
+    def attend(layer, q, k, v):
+        return packed_attention(q, k, v, layout, "fa4")
+
+    compiled = torch.compile(joined, fullgraph=True)
+    got, codes = run_fw_bw_and_get_code(lambda: compiled(x, cos, sin, attend, 0))
+    expected = attention(x, cos, sin, attend, 0)
+    expected.sum().backward()
+    torch.testing.assert_close(got, expected)
+    for (name, p), q in zip(attention.named_parameters(), joined.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        torch.testing.assert_close(q.grad, p.grad, msg=name)
+    _, calls = codes[-1].split("def call(")
+    lines = [line for line in calls.splitlines() if not line.strip().startswith("#")]
+    assert sum("= torch.ops.viva.fa4_backward_joined" in line for line in lines) == 1
+    assert not any("cat" in line.split("(")[0] for line in lines), "a kernel puts gradients together"

@@ -40,7 +40,7 @@ class Odd(nn.Module):
 def _odd(rank: int, ranks: int, folder: str) -> Any:
     model = Odd()
     mesh = DeviceMesh("cpu", list(range(ranks)))
-    zero = Zero(model, torch.bfloat16, compile=False, mesh=mesh, units=[])
+    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[])
     shapes = {n: p.shape for n, p in model.named_parameters()}
     found = []
     for micros in (1, 2):
@@ -50,7 +50,7 @@ def _odd(rank: int, ranks: int, folder: str) -> Any:
                 loss = model(rank == 0)
                 if not (idle and rank == 1):
                     (3 * loss).backward()
-            held = zero.gradients()
+            held = [h for unit in zero.gradients() for h in unit]
             zero.rest()
             grads = {n: torch.zeros(s) for n, s in shapes.items()}
             names = {p: n for n, p in model.named_parameters()}
@@ -58,7 +58,7 @@ def _odd(rank: int, ranks: int, folder: str) -> Any:
                 own, master = summed(h.grads), h.master
                 own = DTensor.from_local(own, mesh, [Shard(0)], shape=master.shape, stride=master.stride())
                 grads[names[master]] = own.full_tensor()
-            norm = zero.over_ranks(squared_norm(held, compile=False)).sqrt()
+            norm = zero.over_ranks(squared_norm(held)).sqrt()
             found.append({n: g.unique().tolist() for n, g in grads.items()})
             torch.testing.assert_close(norm, torch.cat([g.flatten() for g in grads.values()]).norm())
             zero.forget()
@@ -84,7 +84,7 @@ def _order(rank: int, ranks: int, folder: str, overlap: bool) -> Any:
     model.model.embed_tokens.weight.register_hook(lambda g: seen.append(zero.exchanged))
     (hidden @ model.head.T).sum().backward()
     after = zero.exchanged
-    assert len(zero.gradients()) == len(zero.masters)
+    assert sum(map(len, zero.gradients())) == len(zero.masters)
     return seen, after, zero.exchanged, len(zero.units)
 
 

@@ -112,11 +112,11 @@ def test_parameters_are_masters_at_rest_and_working_weights_in_between(one_rank)
 
 def test_gradients_of_several_micro_batches_add_up_in_float32():
     model = torch.nn.Linear(1, 1, bias=False)
-    held = Replica(model, torch.bfloat16, compile=False)
+    held = Replica(model, torch.bfloat16)
     for share in (1.0, 2.0**-9, 2.0**-9):  # in bfloat16 1 + 2^-9 = 1
         held.work()
         model(torch.full((1, 1), share, dtype=torch.bfloat16)).sum().backward()
-    (weight,) = held.gradients()
+    ((weight,),) = held.gradients()
     (grad,) = weight.grads
     assert grad.item() == 1 + 2.0**-8 and grad.dtype == torch.float32
     assert held.working[0].grad is None
