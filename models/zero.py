@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -26,13 +26,14 @@ class Zero(Replica):
     `overlap` only when all are, as what sends takes multiprocessors from the matmuls. Who steps a row
     adds what came in float32, the same sum as a float32 reduction of the same gradients makes. After its
     step a row goes, rounded, to all ranks, while the rows of the next unit are stepped. Nothing else travels:
-    with bfloat16 2 + 2 bytes a parameter and rank, each (1 - 1 / ranks) of them, in place and in no buffer.
+    with bfloat16 2 + 2 bytes a parameter and rank, each (1 - 1 / ranks) of them. All that a unit has for a
+    rank is one message: to lay it side by side takes less than many short messages cost.
 
     All ranks must call `micro` alike, and a forward after each write to the masters: the first one gathers
     them. A rank without a gradient of a parameter counts as zero there, and the parameter is stepped.
 
     Bytes a parameter, in bfloat16, on each of W ranks: 2 + (4 + 8) / W; its gradient 2, or 4 where
-    micro-batches add up before they are exchanged; what came that of 1 - 1 / W of a gradient.
+    micro-batches add up before they are exchanged; what goes and what comes 1 - 1 / W of that each.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class Zero(Replica):
     ) -> None:  # fmt: skip
         super().__init__(model, dtype)
         self.overlap = overlap
-        self.group, self.rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.peers = [r for r in range(self.ranks) if r != self.rank]
         with torch.no_grad():
             self.masters = [_share(p, mesh) for p in self.masters]
-            self.rows = [rows_of(w.detach(), ranks) for w in self.working]  # of all working weights, by rank
+            self.rows = [rows_of(w.detach(), self.ranks) for w in self.working]  # of all weights, by rank
         self.rest()
         self.rounded = []  # ranks may have begun with different weights
         unit_of = {module: i for i, unit in enumerate(units) for module in unit.modules()}
@@ -53,6 +55,8 @@ class Zero(Replica):
         for i, w in enumerate(self.working):
             w.register_post_accumulate_grad_hook(partial(self._accumulated, i))
         self.works: list[dist.Work] = []
+        self.messages: list[Tensor] = []  # must live until they have come
+        self.landing: list[tuple[Tensor, Tensor]] = []  # rows of others, and where they come
         self.totals: dict[int, Tensor] = {}
         self._begin()
 
@@ -123,18 +127,17 @@ class Zero(Replica):
 
     def _exchange(self) -> None:
         """Send and receive the next unit's gradient: in one order on all ranks, whatever theirs."""
-        sends, receives = [], []
-        for i in self.units[self.exchanged]:
+        unit = self.units[self.exchanged]
+        for i in unit:
             if i not in self.whole:
                 dtype = torch.float32 if self.adding else self.working[i].dtype
                 self.whole[i] = torch.zeros_like(self.working[i], dtype=dtype, requires_grad=False)
-            parts = rows_of(self.whole[i], len(self.rows[i]))
-            mine = parts[self.rank]
-            pieces = [mine if r == self.rank else torch.empty_like(mine) for r in range(len(parts))]
+        by_rank = list(zip(*(rows_of(self.whole[i], self.ranks) for i in unit), strict=True))
+        mine = by_rank[self.rank]
+        came = self._swap({r: _joined(by_rank[r]) for r in self.peers}, dict.fromkeys(self.peers, mine))
+        came[self.rank] = mine
+        for i, *pieces in zip(unit, *(came[r] for r in range(self.ranks)), strict=True):
             self.pieces[i] = tuple(pieces)
-            sends.append(parts)
-            receives.append(pieces)
-        self._swap(sends, receives)
         self.exchanged += 1
 
     def _exchange_rest(self) -> None:
@@ -159,30 +162,34 @@ class Zero(Replica):
         self._wait()
 
     def _spread(self, unit: Sequence[int]) -> None:
-        """This rank's rows of working weights to all, and theirs into their places."""
-        rows = [self.rows[i] for i in unit]
-        self._swap([[r[self.rank]] * len(r) for r in rows], rows)
+        """This rank's rows of working weights to all; theirs land when they are waited for."""
+        rows = {r: [self.rows[i][r] for i in unit] for r in range(self.ranks)}
+        came = self._swap(dict.fromkeys(self.peers, _joined(rows[self.rank])), rows)
+        self.landing += [pair for r in self.peers for pair in zip(rows[r], came[r], strict=True)]
 
-    def _swap(self, sends: Iterable[Sequence[Tensor]], receives: Iterable[Sequence[Tensor]]) -> None:
-        """For each parameter, to each rank its tensor and from each rank its; NCCL makes one kernel of all.
-
-        Tensors must live until `_wait`. Rows that are none do not travel.
-        """
+    def _swap(
+        self, sends: Mapping[int, Tensor], like: Mapping[int, Sequence[Tensor]]
+    ) -> dict[int, Sequence[Tensor]]:
+        """A message to each other rank, and from each the tensors that its message brings, shaped as those of
+        `like`, which are there after `_wait`. NCCL makes one kernel of all. Nothing empty travels."""
+        comes = {r: like[r][0].new_empty(sum(x.numel() for x in like[r])) for r in self.peers}
         ops = []
-        for to, by in zip(sends, receives, strict=True):
-            for peer in range(len(to)):
-                if peer != self.rank and to[peer].numel():
-                    ops.append(dist.P2POp(dist.isend, to[peer], group=self.group, group_peer=peer))
-                if peer != self.rank and by[peer].numel():
-                    ops.append(dist.P2POp(dist.irecv, by[peer], group=self.group, group_peer=peer))
+        for r in self.peers:
+            for op, message in ((dist.isend, sends[r]), (dist.irecv, comes[r])):
+                if message.numel():
+                    ops.append(dist.P2POp(op, message, group=self.group, group_peer=r))
         if ops:
             self.works += dist.batch_isend_irecv(ops)
+            self.messages += [op.tensor for op in ops]
+        return {r: _parted(comes[r], like[r]) for r in self.peers}
 
     def _wait(self) -> None:
         """The current stream waits; the host too where there is none."""
         for work in self.works:
             work.wait()
-        self.works = []
+        if self.landing:
+            torch._foreach_copy_([to for to, _ in self.landing], [came for _, came in self.landing])
+        self.works, self.messages, self.landing = [], [], []
 
 
 def rows_of(whole: Tensor, ranks: int) -> list[Tensor]:
@@ -190,6 +197,16 @@ def rows_of(whole: Tensor, ranks: int) -> list[Tensor]:
     n = len(whole)
     each = -(-n // ranks)
     return [whole[min(n, r * each) : min(n, (r + 1) * each)] for r in range(ranks)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.flatten() for x in parts])
+
+
+def _parted(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a message of such tensors side by side."""
+    parts = message.split([x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 def _share(p: Tensor, mesh: DeviceMesh) -> nn.Parameter:

@@ -69,7 +69,7 @@ class TrainerRank:
         use_cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda" if use_cuda else "cpu")
         if use_cuda and cfg.gpus < 1:  # or the roles beside it run out of memory first
-            torch.cuda.set_per_process_memory_fraction(cfg.gpus, self.device)
+            torch.cuda.set_per_process_memory_fraction(cfg.gpus)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(node_address()))
         store = self.store or dist.TCPStore(host, port, is_master=False)
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"  # objects travel beside the device's work

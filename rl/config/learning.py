@@ -129,8 +129,8 @@ class Trainer:
     """In which it computes; master weights, sums and optimiser are float32. auto: the policy's own on
     CUDA, float32 on the CPU."""
     gpus: float = 1.0
-    """GPUs of one rank, where it trains on CUDA. Below 1: a share, beside other roles, of whose memory it takes
-    no more than that."""
+    """GPUs of one rank, where it trains on CUDA. Below 1: a share, beside other roles; it takes no
+    more of the memory."""
     attention: Literal["auto", "fa4", "flash", "varlen", "padded"] = "auto"
     """FlashAttention 4 or 2 (packages flash-attn-4, flash-attn), torch's own, or padded sequences, as on the
     CPU. auto: the first of them that can run; the log names it."""

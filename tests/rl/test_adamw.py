@@ -1,5 +1,5 @@
-"""AdamW in one pass is torch's; the Triton kernel does what torch does: on CUDA, or with TRITON_INTERPRET=1 on
-a CPU."""
+"""AdamW in one pass is torch's; the Triton kernel does what torch does: on CUDA, or with TRITON_INTERPRET=1
+on a CPU."""
 
 import importlib.util
 import os
