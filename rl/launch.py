@@ -159,10 +159,10 @@ def _launch(
             show.note(f"go on from its last checkpoint with --exp {cfg.name} --resume {folder}")
         return 1
     show.end_live()
-    asyncio.run(stop_roles(loop.roles))
     result["seconds"] = time.monotonic() - began
     log.summary(result)
     summary.print_summary(result, cfg, folder, show)
+    asyncio.run(stop_roles(loop.roles))  # engines may take their time
     return 0 if result["version"] == cfg.trainer.steps else 130
 
 

@@ -15,7 +15,7 @@ from models.transformer import Transformer
 from models.zero import Zero
 from rl.adamw import squared_norm
 from tests.ranks import spawn
-from tests.rl.test_step import MODEL
+from tests.rl.steps import MODEL
 
 
 def fresh() -> Transformer:

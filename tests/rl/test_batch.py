@@ -13,7 +13,7 @@ from rl.lessons import Lesson
 from rl.packing import plan_micros
 from rl.step import attend_packed
 from rl.types import Completion, Scores
-from tests.rl.test_step import (
+from tests.rl.steps import (
     CORRECTIONS,
     EVERYTHING,
     FORMS,

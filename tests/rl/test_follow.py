@@ -20,7 +20,7 @@ from rl.follow import Broken, Group, follow
 from rl.roles import Local, Pool, Roles, TrainerGroup
 from rl.types import Abstain, Call, Completion, Prompt, SamplingParams, Score, Verdict
 from tests.rl.fakes import FakeJudge, FakeSampler, FakeTrainer, finish, make_loop, small
-from tests.rl.test_step import EVERYTHING, assert_same, gradients
+from tests.rl.steps import EVERYTHING, assert_same, gradients
 from tests.rl.test_synchronous import tiny_bundle
 
 CPU = torch.device("cpu")

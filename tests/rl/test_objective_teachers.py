@@ -13,8 +13,8 @@ from rl.objective import make_objective
 from rl.step import attend_packed
 from rl.survey import Survey
 from rl.types import Completion, Scores
+from tests.rl.steps import assert_same, fresh_model, gradients, whole
 from tests.rl.taught import CASES, CPU, MIXES, WEIGHT, V, batch, config, logits_of, said_of, scores_of, served
-from tests.rl.test_step import assert_same, fresh_model, gradients, whole
 
 # ── What each mode computes ───────────────────────────────────────────────────────────────────────
 

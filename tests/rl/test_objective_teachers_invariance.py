@@ -10,8 +10,8 @@ from rl.batch import build_micro
 from rl.config import Correction
 from rl.objective import make_objective
 from rl.step import TrainState, make_optimizer, train_step
+from tests.rl.steps import assert_same, fresh_model, gradients, split, whole
 from tests.rl.taught import CASES, CPU, MIXES, ROUTED, WEIGHT, G, batch, config, logits_of, said_of, served
-from tests.rl.test_step import assert_same, fresh_model, gradients, split, whole
 
 # ── What it must not depend on ────────────────────────────────────────────────────────────────────
 

@@ -19,7 +19,7 @@ from models.replica import Replica, replica_of
 from rl.objective import make_objective
 from rl.step import TrainState, make_optimizer, train_step
 from rl.wire.probe import probe_logps
-from tests.rl.test_step import FUSED, fresh_model, make_groups, split
+from tests.rl.steps import FUSED, fresh_model, make_groups, split
 
 CFG = replace(CONFIG.trainer, lr=1e-2, clip_grad=0.05, weight_decay=0.1)
 

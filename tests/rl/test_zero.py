@@ -21,8 +21,8 @@ from rl.step import TrainState, accumulate, begin, finish, make_optimizer, train
 from rl.wire.gather import gather
 from rl.wire.probe import probe_logps
 from tests.ranks import spawn
+from tests.rl.steps import EVERYTHING, FUSED, MODEL, make_groups, split
 from tests.rl.test_replica import CFG, alone, load, whole
-from tests.rl.test_step import EVERYTHING, FUSED, MODEL, make_groups, split
 
 # Sums of the same bfloat16 gradients in float32: only their order, and AdamW's, may differ.
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
