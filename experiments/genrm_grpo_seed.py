@@ -5,6 +5,10 @@ verl's 200 versions each is one optimiser step over 16 prompts here, where verl 
 weights are random, so every answer has all 512 tokens, and the score is read from the probabilities of the
 judge's next token (verl: a written integer). With checkpoints: --policy Qwen/Qwen2.5-0.5B-Instruct
 --judge Qwen/Qwen2.5-3B-Instruct --data gsm8k/train.jsonl --data.chat always --judge.chat.
+
+Each GPU has a judge, one beside the sampler, one beside the trainer: judging is most of the arithmetic, and
+vLLM's Python limits the sampler before its GPU does. The shares keep sampler and trainer apart.
+On one GPU: --sampler.engine.gpus 0.3 --judge.replicas 1 --judge.engine.gpus 0.35 --trainer.gpus 0.35.
 """
 
 from rl.config import (

@@ -69,6 +69,14 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
             sum(map(bool, (cfg.data.file, cfg.data.reasoning_gym, cfg.data.arithmetic))) > 1,
             "data.file, data.reasoning_gym and data.arithmetic are different sources: set one of them",
         ),
+        (
+            cfg.data.largest < 9,
+            f"data.largest: what is held out has numbers up to 9, so it must be >= 9, got {cfg.data.largest}",
+        ),
+        (
+            cfg.data.largest != 9 and not cfg.data.arithmetic,
+            "data.largest has no effect without data.arithmetic",
+        ),
         *_engine_rules(cfg),
         *_reward_rules(cfg),
         *_judge_rules(cfg),

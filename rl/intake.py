@@ -57,7 +57,7 @@ def read_data(cfg: Config) -> tuple[list[Row], list[Row]]:
     elif data.arithmetic:
         from rl.data.rows_arithmetic import arithmetic_rows
 
-        train = arithmetic_rows(data.arithmetic, data.size, cfg.seed, "train")
+        train = arithmetic_rows(data.arithmetic, data.size, cfg.seed, "train", data.largest)
         held_out = arithmetic_rows(data.arithmetic, data.held_out, cfg.seed, "held_out")
     else:
         from rl.demo.tasks import make_rows

@@ -17,6 +17,8 @@ class Data:
     """Tasks of the package reasoning-gym, by name; the task's name is the prompt's key."""
     arithmetic: tuple[Literal["addition", "subtraction", "three_terms"], ...] = ()
     """Problems such as "Compute 3 + 4.", for chat models; the task's name is the prompt's key."""
+    largest: int = 9
+    """Of arithmetic: the largest number in what is trained on. What is held out has numbers up to 9."""
     tasks: tuple[Literal["reverse", "sort", "add"], ...] = ("reverse",)
     """Demo tasks: reverse, sort, add. The task's name is the prompt's key."""
     size: int = 20_000

@@ -1,8 +1,9 @@
-"""Sums and differences of one-digit numbers, in words that a chat model knows: "Compute 3 + 4."
+"""Sums and differences of small numbers, in words that a chat model knows: "Compute 3 + 4."
 
-There are few: 81 sums and 81 differences of two numbers, 2,916 with three. One content in four is held out
-and never trained on, of small results as often as of large ones; 3 + 4 and 4 + 3 are one content. A problem
-of two numbers that is held out may still be a step on the way through one of three.
+Of one digit there are few: 81 sums and 81 differences of two numbers, 2,916 with three. One content in four
+is held out and never trained on, of small results as often as of large ones; 3 + 4 and 4 + 3 are one content.
+A problem of two numbers that is held out may still be a step on the way through one of three. Problems of
+larger numbers are for training alone.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from rl.data.rows import DataError, Row
 
 Split = Literal["train", "held_out"]
 
-DIGITS = range(1, 10)
+DIGIT = 9  # the largest number in what is held out
 HELD_OUT = 4  # one content in so many
 # Task → what may stand between its numbers, one after the other.
 TASKS = {"addition": ("+",), "subtraction": ("-",), "three_terms": ("+-", "+-")}
 
 
-def arithmetic_rows(tasks: Sequence[str], size: int, seed: int, split: Split) -> list[Row]:
+def arithmetic_rows(
+    tasks: Sequence[str], size: int, seed: int, split: Split, largest: int = DIGIT
+) -> list[Row]:
     """`size` problems of one split, the tasks taking turns, drawn with replacement: a function of the
-    arguments alone. The key is the task's name, the answer a number such as "-5".
+    arguments alone. The key is the task's name, the answer a number such as "-5". largest: the numbers of
+    those that are trained on go up to it.
 
     Raises DataError for a task that is not there.
     """
@@ -38,23 +42,23 @@ def arithmetic_rows(tasks: Sequence[str], size: int, seed: int, split: Split) ->
     rows = []
     for i in range(size):
         task = tasks[i % len(tasks)]
-        problem = rng.choice(pool(task, split))
+        problem = rng.choice(pool(task, split, largest))
         rows.append(Row(f"arithmetic {split} {i}", asked(problem), str(value(problem)), task, {}))
     return rows
 
 
 @cache
-def problems(task: str) -> tuple[str, ...]:
-    """Every problem of a task: "3 + 4", ..."""
-    numbers = [str(n) for n in DIGITS]
+def problems(task: str, largest: int = DIGIT) -> tuple[str, ...]:
+    """Every problem of a task with numbers from 1: "3 + 4", ..."""
+    numbers = [str(n) for n in range(1, largest + 1)]
     choices = [numbers, *(choice for signs in TASKS[task] for choice in (signs, numbers))]
     return tuple(" ".join(parts) for parts in product(*choices))
 
 
 @cache
-def pool(task: str, split: Split) -> tuple[str, ...]:
+def pool(task: str, split: Split, largest: int = DIGIT) -> tuple[str, ...]:
     """Those of one split."""
-    return tuple(p for p in problems(task) if split_of(p) == split)
+    return tuple(p for p in problems(task, largest) if split_of(p) == split)
 
 
 def asked(problem: str) -> str:
@@ -71,7 +75,7 @@ def value(problem: str) -> int:
 
 def split_of(problem: str) -> Split:
     """Where a problem belongs: in the order of their values, and of their hashes where these are the same,
-    every fourth content with so many numbers and signs is held out."""
+    every fourth content of one-digit numbers, with so many of them and so many signs, is held out."""
     return "held_out" if _content(problem) in _held_out(len(problem.split())) else "train"
 
 

@@ -16,6 +16,7 @@ from models.tokenizer import Tokenizer, load_tokenizer
 from models.transformer import Transformer
 from models.weights import load_folder, save_folder
 from rl.config import Judge
+from rl.data.rows_arithmetic import DIGIT
 from rl.judges.questions import questions
 from rl.made.fine_tune import Example, fine_tune, reproduced
 from rl.made.judged import Judged, draw
@@ -27,6 +28,7 @@ MEASURED = 512  # judged answers that it was not trained on
 class Recipe:
     judge: Judge  # whose questions it will be asked
     tasks: tuple[str, ...]
+    largest: int = DIGIT
     seed: int = 0
     steps: int = 300
     batch: int = 64
@@ -51,7 +53,8 @@ def train_judge(
     rng = random.Random(f"{recipe.seed}/train")
 
     def examples(n: int) -> list[Example]:
-        return [as_example(recipe.judge, draw(recipe.tasks, rng), tokenizer) for _ in range(n)]
+        judged = (draw(recipe.tasks, rng, recipe.largest) for _ in range(n))
+        return [as_example(recipe.judge, one, tokenizer) for one in judged]
 
     fine_tune(model, examples, steps=recipe.steps, batch=recipe.batch, lr=recipe.lr, progress=progress)
     numbers = measure(model, recipe, tokenizer)
@@ -62,7 +65,7 @@ def train_judge(
 
 def measure(model: Transformer, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, float]:
     rng = random.Random(f"{recipe.seed}/measure")
-    judged = [draw(recipe.tasks, rng) for _ in range(MEASURED)]
+    judged = [draw(recipe.tasks, rng, recipe.largest) for _ in range(MEASURED)]
     exact = reproduced(model, [as_example(recipe.judge, one, tokenizer) for one in judged])
     of: dict[str, Sequence[bool]] = {
         "exact": exact,

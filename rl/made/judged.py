@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl.data.rows_arithmetic import asked, problems, value
+from rl.data.rows_arithmetic import DIGIT, asked, problems, value
 from rl.rewards.gsm8k import gsm8k, readings
 from rl.types import Prompt, Score
 
@@ -35,10 +35,11 @@ class Judged:
     right: bool
 
 
-def draw(tasks: Sequence[str], rng: random.Random) -> Judged:
-    """One example of a task of data.arithmetic: about half of the candidates are right."""
+def draw(tasks: Sequence[str], rng: random.Random, largest: int = DIGIT) -> Judged:
+    """One example of a task of data.arithmetic with numbers up to `largest`. About half of the candidates are
+    right."""
     task = rng.choice(tasks)
-    problem = rng.choice(problems(task))
+    problem = rng.choice(problems(task, largest))
     n = value(problem)
     candidate = _candidate(problem, n if rng.random() < 0.55 else _wrong(n, rng), rng)
     prompt = Prompt(ids=(), text=asked(problem), key=task, answer=str(n), extra={})

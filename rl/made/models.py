@@ -35,7 +35,8 @@ def make(model: str, cfg: Config) -> Built:
 
         if not cfg.data.arithmetic:
             raise ConfigError(f"judge.model {JUDGE} judges answers to data.arithmetic, and there are none")
-        base, recipe = smollm2(), Recipe(judge=cfg.judge, tasks=cfg.data.arithmetic)
+        data = cfg.data
+        base, recipe = smollm2(), Recipe(judge=cfg.judge, tasks=data.arithmetic, largest=data.largest)
         made_of = {**recipe.key(), "base": base.name}
         sources = ("made/judge", "made/judged", "made/fine_tune", "data/rows_arithmetic", "rewards/gsm8k")
         return _cached(JUDGE, made_of, sources, partial(train_judge, recipe, base))

@@ -33,6 +33,18 @@ def test_a_quarter_is_held_out_whether_results_are_small_or_large():
             assert 0.17 < sum(split_of(p) == "held_out" for p in part) / len(part) < 0.33, task
 
 
+def test_larger_numbers_are_trained_on_and_what_is_held_out_stays_as_it_is():
+    for task in TWO:
+        assert pool(task, "held_out", 12) == pool(task, "held_out")
+        more = set(pool(task, "train", 12)) - set(pool(task, "train"))
+        assert len(more) == 12 * 12 - 81 and all(max(map(int, p.split()[::2])) > 9 for p in more)
+    assert arithmetic_rows(TWO, 50, 5, "held_out", 12) == arithmetic_rows(TWO, 50, 5, "held_out")
+    rows = arithmetic_rows(TWO, 2000, 5, "train", 12)
+    asked = {row.text for row in rows}
+    assert asked.isdisjoint(row.text for row in arithmetic_rows(TWO, 2000, 5, "held_out"))
+    assert "Compute 12 - 7." in asked and all(row.answer == str(eval(row.text[8:-1])) for row in rows)
+
+
 def test_rows_are_a_function_of_the_arguments_alone_and_the_tasks_take_turns():
     rows = arithmetic_rows(TWO, 200, 5, "train")
     assert rows == arithmetic_rows(TWO, 200, 5, "train") != arithmetic_rows(TWO, 200, 6, "train")

@@ -41,3 +41,10 @@ def test_right_and_wrong_answers_are_about_as_many_and_of_many_forms():
 
 def test_the_generator_alone_decides():
     assert drawn(50, seed=1) == drawn(50, seed=1) != drawn(50, seed=2)
+
+
+def test_numbers_go_up_to_the_largest_that_is_trained_on():
+    rng = random.Random(0)
+    problems = [draw(("subtraction",), rng, 12).problem for _ in range(400)]
+    numbers = {int(n) for p in problems for n in p.text[8:-1].split(" - ")}
+    assert numbers == set(range(1, 13)) and {p.answer for p in problems} >= {"11", "-11"}
