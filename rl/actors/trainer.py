@@ -22,14 +22,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.attention import choose_attention
+from models.config import ModelConfig
 from models.delta import Delta
+from models.memory import training_bytes
 from models.parallelise import parallelise, reshard
+from models.replica import replica_of
 from models.transformer import Transformer
 from models.weights import as_tensor, save_folder
 from rl.actors.net import interface_of, node_address
 from rl.actors.rollout import Rollout, Snapshot
 from rl.batch import MicroBatch, build_micro
-from rl.config import Config
+from rl.config import Config, Trainer
 from rl.engines.base import UpdateReport
 from rl.engines.make import Bundle
 from rl.errand import Errand, unpack
@@ -44,6 +47,17 @@ from rl.wire.parcel import Broadcast, Mapped, Place
 from rl.wire.post import Post
 
 WIRE = "wire"
+
+
+def room(cfg: Trainer, model: ModelConfig, gpu: float) -> str:
+    """What a step takes of its share of a GPU of so many bytes, for a person."""
+    need = training_bytes(
+        model, cfg.micro_tokens, recompute=cfg.recompute, full_blocks=cfg.full_blocks, ranks=cfg.ranks
+    )
+    share = gpu * min(1.0, cfg.gpus)
+    said = f", about {need / 2**30:.0f} of {share / 2**30:.0f} GiB for {cfg.micro_tokens:,} tokens"
+    advice = ": lower trainer.micro_tokens, raise trainer.gpus or set trainer.recompute"
+    return said + (advice if need > share else "")
 
 
 class TrainerRank:
@@ -98,7 +112,10 @@ class TrainerRank:
         optimizer = make_optimizer(model, cfg)
         self.state = TrainState(model=model, optimizer=optimizer, version=self.version, attention=attention)
         self.objective = make_objective(self.cfg, compile=self.compiled)
-        return f"{self.device.type}, {dtype}, attention by {attention}"
+        how = f"{self.device.type}, {dtype}, attention by {attention}"
+        if use_cuda and replica_of(model) is not None:
+            how += room(cfg, self.bundle.cfg, torch.cuda.get_device_properties().total_memory)
+        return how
 
     def step(self, errand: Errand, *arrays: Any) -> dict[str, float]:
         """One optimiser step on this rank's share. `arrays`: tokens, then each teacher's and the reference's
