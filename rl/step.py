@@ -130,12 +130,12 @@ def finish(pending: Pending, cfg: Trainer, *, scale: float = 1.0) -> tuple[Train
     norm, step = _clipped(state, cfg.clip_grad, scale)
     arrived = to_host(torch.cat([table, norm.to(table).expand(1, 2)]))
     step()
-    *rows, (length, _) = arrived().tolist()  # here the host waits: for the norm, not for the step
+    *rows, last = arrived().tolist()  # here the host waits: for the norm, not for the step
     sums = {name: (total, count) for name, (total, count) in zip(names, rows, strict=True)}
     total, share = sums["loss/total"]
     metrics = {
         **quotients({**sums, "loss/total": (scale * total, share)}),
-        "train/grad_norm": length,
+        "train/grad_norm": last[0],
         "train/lr": lr,
         "compile/recompiles": float(_graphs() - pending.graphs),
     }
