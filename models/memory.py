@@ -1,4 +1,4 @@
-"""Bytes that a training step takes at its fullest, from the sizes alone: an estimate, within a tenth."""
+"""Bytes that a training step takes at its fullest, from the sizes alone: an estimate."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def norms_torch(grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def step_triton(slots: Sequence[Slot], scalars: Tensor, betas: tuple[float, float], eps: float) -> None:
     """`step_torch`, in one launch for all slots whose dtypes are the same."""
     for some in _alike(slots, lambda s: (s.working.dtype, *_kind(s.grads))):
-        rows = [(s.master, s.mean, s.square, s.working, *_dense(s.grads)) for s in some]
-        _launch(rows, scalars, scalars, some[0].grads, some[0].working.dtype, betas, eps)
+        rows = [(*_dense(s.grads), s.working, s.master, s.mean, s.square) for s in some]
+        _launch(rows, len(some[0].grads), scalars, betas, eps)
 
 
 def norms_triton(grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -112,7 +112,7 @@ def norms_triton(grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     for some in _alike(grads, _kind):
         device = some[0][0].device
         out.append(torch.empty(len(_chunks(_sizes(some), device)), device=device))
-        _launch([(g[0],) * 4 + _dense(g) for g in some], out[-1], out[-1], some[0], None)
+        _launch([_dense(g) for g in some], len(some[0]), out[-1])
     return out
 
 
@@ -160,12 +160,12 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _launch(
-    rows: Sequence[Sequence[Tensor]], scalars: Tensor, out: Tensor, grads: Sequence[Tensor],
-    working: torch.dtype | None, betas: tuple[float, float] = (0.0, 0.0), eps: float = 0.0,
+    rows: Sequence[Sequence[Tensor]], n_grads: int, beside: Tensor, betas: tuple[float, float] = (0.0, 0.0),
+    eps: float = 0.0,
 ) -> None:  # fmt: skip
-    """rows: of each parameter the master, both moments, the working weights and the gradients, `grads` of the
-    first. Without a dtype of working weights their squares' sums go to `out` [chunks]."""
-    device, sizes = rows[0][0].device, _sizes(rows)
+    """rows: of each parameter its `n_grads` gradients, and to step it the working weights, the master and both
+    moments. beside: the scalars of the step, or where squares go, [chunks]."""
+    device, sizes, steps = rows[0][0].device, _sizes(rows), len(rows[0]) > n_grads
     cuda = device.type == "cuda"
     # `rows` keep alive what the addresses are of, until the launch is queued
     table = [(n, *(x.data_ptr() for x in row)) for n, row in zip(sizes, rows, strict=True)]
@@ -174,20 +174,19 @@ def _launch(
     there = torch.tensor(table, dtype=torch.int64, pin_memory=cuda).to(device, non_blocking=True)
     with torch.cuda.device(device if cuda else -1):
         _jitted()[(len(chunks),)](
-            there, chunks, scalars, out, 1 - betas[0], betas[1], 1 - betas[1], eps,
-            N_GRADS=len(grads), GRAD=_dtype(grads[0].dtype), WORKING=working and _dtype(working),
+            there, chunks, beside, 1 - betas[0], betas[1], 1 - betas[1], eps, FIELDS=len(table[0]),
+            N_GRADS=n_grads, GRAD=_dtype(rows[0][0]), WORKING=_dtype(rows[0][n_grads]) if steps else None,
             WIDTH=BLOCK, ALIGNED=aligned, num_warps=8,
         )  # fmt: skip
 
 
 def _kernel(
-    table_ptr, chunks_ptr, scalars_ptr, out_ptr, rise1, beta2, rise2, eps,
-    N_GRADS: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr, WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    table_ptr, chunks_ptr, beside_ptr, rise1, beta2, rise2, eps, FIELDS: tl.constexpr, N_GRADS: tl.constexpr,
+    GRAD: tl.constexpr, WORKING: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One chunk. ALIGNED: sizes and addresses are multiples of 16, so that lanes load 16 bytes at once."""
     chunk = tl.program_id(0)
-    entry = table_ptr + tl.load(chunks_ptr + 2 * chunk) * (5 + N_GRADS)
+    entry = table_ptr + tl.load(chunks_ptr + 2 * chunk) * FIELDS
     start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * WIDTH
     size = tl.load(entry)
     if ALIGNED:
@@ -196,19 +195,19 @@ def _kernel(
     inside = place < size
     g = tl.zeros([WIDTH], tl.float32)
     for i in tl.static_range(N_GRADS):
-        address = tl.load(entry + 5 + i).to(tl.pointer_type(GRAD))
+        address = tl.load(entry + 1 + i).to(tl.pointer_type(GRAD))
         if ALIGNED:
             address = tl.multiple_of(address, 16)
         g += tl.load(address + place, inside, 0).to(tl.float32)
     if WORKING is None:
-        tl.store(out_ptr + chunk, tl.sum(g * g, 0))
+        tl.store(beside_ptr + chunk, tl.sum(g * g, 0))
     else:
-        factor, keep = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-        rate, root = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
-        master_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
-        mean_ptr = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
-        square_ptr = tl.load(entry + 3).to(tl.pointer_type(tl.float32))
-        working_ptr = tl.load(entry + 4).to(tl.pointer_type(WORKING))
+        factor, keep = tl.load(beside_ptr), tl.load(beside_ptr + 1)
+        rate, root = tl.load(beside_ptr + 2), tl.load(beside_ptr + 3)
+        working_ptr = tl.load(entry + 1 + N_GRADS).to(tl.pointer_type(WORKING))
+        master_ptr = tl.load(entry + 2 + N_GRADS).to(tl.pointer_type(tl.float32))
+        mean_ptr = tl.load(entry + 3 + N_GRADS).to(tl.pointer_type(tl.float32))
+        square_ptr = tl.load(entry + 4 + N_GRADS).to(tl.pointer_type(tl.float32))
         if ALIGNED:
             master_ptr, mean_ptr = tl.multiple_of(master_ptr, 16), tl.multiple_of(mean_ptr, 16)
             square_ptr, working_ptr = tl.multiple_of(square_ptr, 16), tl.multiple_of(working_ptr, 16)
@@ -223,11 +222,10 @@ def _kernel(
         tl.store(working_ptr + place, master.to(WORKING), inside)
 
 
-def _dtype(dtype: torch.dtype) -> Any:
+def _dtype(x: Tensor) -> Any:
+    """Triton's name of it is torch's."""
     _jitted()
-    return getattr(
-        tl, {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}[dtype]
-    )
+    return getattr(tl, str(x.dtype).removeprefix("torch."))
 
 
 @functools.cache

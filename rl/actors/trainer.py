@@ -32,7 +32,7 @@ from models.weights import as_tensor, save_folder
 from rl.actors.net import interface_of, node_address
 from rl.actors.rollout import Rollout, Snapshot
 from rl.batch import MicroBatch, build_micro
-from rl.config import Config, Trainer
+from rl.config import Config
 from rl.engines.base import UpdateReport
 from rl.engines.make import Bundle
 from rl.errand import Errand, unpack
@@ -49,13 +49,15 @@ from rl.wire.post import Post
 WIRE = "wire"
 
 
-def room(cfg: Trainer, model: ModelConfig, gpu: float) -> str:
+def room(cfg: Config, model: ModelConfig, gpu: float) -> str:
     """What a step takes of its share of a GPU of so many bytes, for a person."""
+    t, batch = cfg.trainer, cfg.trainer.prompts * cfg.sampler.samples * cfg.sampler.max_tokens
     need = training_bytes(
-        model, cfg.micro_tokens, recompute=cfg.recompute, full_blocks=cfg.full_blocks, ranks=cfg.ranks
-    )
-    share = gpu * min(1.0, cfg.gpus)
-    said = f", about {need / 2**30:.0f} of {share / 2**30:.0f} GiB for {cfg.micro_tokens:,} tokens"
+        model, t.micro_tokens, recompute=t.recompute, full_blocks=t.full_blocks, ranks=t.ranks,
+        several=t.stream or batch > t.micro_tokens * t.ranks,
+    )  # fmt: skip
+    share = gpu * min(1.0, t.gpus)
+    said = f", about {need / 2**30:.0f} of {share / 2**30:.0f} GiB for {t.micro_tokens:,} tokens"
     advice = ": lower trainer.micro_tokens, raise trainer.gpus or set trainer.recompute"
     return said + (advice if need > share else "")
 
@@ -114,7 +116,7 @@ class TrainerRank:
         self.objective = make_objective(self.cfg, compile=self.compiled)
         how = f"{self.device.type}, {dtype}, attention by {attention}"
         if use_cuda and replica_of(model) is not None:
-            how += room(cfg, self.bundle.cfg, torch.cuda.get_device_properties().total_memory)
+            how += room(self.cfg, self.bundle.cfg, torch.cuda.get_device_properties().total_memory)
         return how
 
     def step(self, errand: Errand, *arrays: Any) -> dict[str, float]:

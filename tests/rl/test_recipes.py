@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 
 from rl.check import check
+from rl.config import ConfigError
 from rl.intake import check_templates, read_data
 from rl.made.models import is_made
 from rl.plan import Node, make_plan
@@ -58,3 +59,10 @@ def test_asynchronous_and_synchronous_differ_in_the_bound_alone_and_fit_both_gpu
     plan = make_plan(both, [Node("host", 16.0, 2.0)])
     assert [seat.gpus for seat in plan.of("trainer")] == [0.6, 0.6]
     assert [seat.gpus for seat in plan.of("sampler")] == [0.4, 0.4]
+
+
+@pytest.mark.parametrize("wrong", [{"largest": 8}, {"largest": 12, "arithmetic": ()}])
+def test_a_largest_number_below_what_is_held_out_or_without_arithmetic_is_refused(wrong):
+    cfg = config("smollm2_arith")
+    with pytest.raises(ConfigError, match="data.largest"):
+        check(replace(cfg, data=replace(cfg.data, **wrong)))
