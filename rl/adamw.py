@@ -163,8 +163,8 @@ def _launch(
     rows: Sequence[Sequence[Tensor]], n_grads: int, beside: Tensor, betas: tuple[float, float] = (0.0, 0.0),
     eps: float = 0.0,
 ) -> None:  # fmt: skip
-    """rows: of each parameter its `n_grads` gradients, and to step it the working weights, the master and both
-    moments. beside: the scalars of the step, or where squares go, [chunks]."""
+    """rows: of each parameter its `n_grads` gradients, and to step it the working weights, the master and
+    both moments. beside: the scalars of the step, or where squares go, [chunks]."""
     device, sizes, steps = rows[0][0].device, _sizes(rows), len(rows[0]) > n_grads
     cuda = device.type == "cuda"
     # `rows` keep alive what the addresses are of, until the launch is queued

@@ -16,7 +16,8 @@ SHORT = {"--data": "--data.file", "--judge": "--judge.model", "--scalar": "--sca
 # What others have and people look for here, and where it is.
 ELSEWHERE = {"--reward.kl": "there is no KL in the reward, it is a term of the objective: set --loss.kl and "
                             "--loss.kl-form"}  # fmt: skip
-SOURCES = ("file", "reasoning_gym", "arithmetic")  # of prompts: a run has one, or the demo's
+# Of prompts, each with what is said of it alone. A run has one, or the demo's.
+SOURCES = {"file": (), "reasoning_gym": (), "arithmetic": ("largest",)}
 _TRUE, _FALSE, _NONE = {"true", "1", "yes"}, {"false", "0", "no"}, {"none"}
 _BRACKETS = {"(": ")", "[": "]"}
 
@@ -95,7 +96,8 @@ def give_way(config: Config, named: set[str]) -> Config:
     """The experiment without its source of prompts where the command line names another. named: `given`."""
     if not any(f"data.{source}" in named for source in SOURCES):
         return config
-    blank = {source: getattr(Data(), source) for source in SOURCES if f"data.{source}" not in named}
+    others = [(source, *own) for source, own in SOURCES.items() if f"data.{source}" not in named]
+    blank = {k: getattr(Data(), k) for fields in others for k in fields if f"data.{k}" not in named}
     return replace(config, data=replace(config.data, **blank))
 
 
