@@ -7,7 +7,7 @@ judge's next token (verl: a written integer). With checkpoints: --policy Qwen/Qw
 --judge Qwen/Qwen2.5-3B-Instruct --data gsm8k/train.jsonl --data.chat always --judge.chat.
 
 Each GPU has a judge, one beside the sampler, one beside the trainer: judging is most of the arithmetic, and
-vLLM's Python limits the sampler before its GPU does. The shares keep sampler and trainer apart.
+vLLM's Python limits the sampler. The shares keep sampler and trainer apart.
 On one GPU: --sampler.engine.gpus 0.3 --judge.replicas 1 --judge.engine.gpus 0.35 --trainer.gpus 0.35.
 """
 
