@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor import config
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 from models.attention import attention_backend, choose_attention, make_layout, packed_attention
@@ -201,7 +202,8 @@ def test_joined_projections_get_fa4s_gradients_from_one_tensor_and_put_none_toge
         return packed_attention(q, k, v, layout, "fa4")
 
     compiled = torch.compile(joined, fullgraph=True)
-    got, codes = run_fw_bw_and_get_code(lambda: compiled(x, cos, sin, attend, 0))
+    with config.patch(force_disable_caches=True):  # their keys do not see an operation's backward
+        got, codes = run_fw_bw_and_get_code(lambda: compiled(x, cos, sin, attend, 0))
     expected = attention(x, cos, sin, attend, 0)
     expected.sum().backward()
     torch.testing.assert_close(got, expected)
@@ -211,4 +213,4 @@ def test_joined_projections_get_fa4s_gradients_from_one_tensor_and_put_none_toge
     _, calls = codes[-1].split("def call(")
     lines = [line for line in calls.splitlines() if not line.strip().startswith("#")]
     assert sum("= torch.ops.viva.fa4_backward_joined" in line for line in lines) == 1
-    assert not any("cat" in line.split("(")[0] for line in lines), "a kernel puts gradients together"
+    assert not any("# alias" in line for line in lines), "gradients are written side by side once more"
