@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models.replica import Replica, attach, replica_of
 from models.transformer import Attention, Block, Transformer, rotate
-from models.zero import Zero
+from models.zero import MESSAGE, Zero
 
 Recompute = Literal["none", "selective", "full"]
 DEAR = {
@@ -45,6 +45,7 @@ def parallelise(
     shard: bool | None = None,
     join: bool | None = None,
     overlap: bool = True,
+    message: int = MESSAGE,
 ) -> Transformer:
     """Compile each block and shard the model over the one-dimensional mesh, in place.
 
@@ -60,6 +61,7 @@ def parallelise(
     join: queries, keys and values come from one matmul; keys and values alone are too narrow for a GPU to
     share out. None: on CUDA.
     overlap: exchange gradients of whole weights beside the backward, or after it.
+    message: bytes, at least, of one message from a rank to another.
 
     recompute: what the backward pass computes again. none: what the compiler finds cheaper than memory.
     selective: all but matmuls and attention. full: the block from its input. `full_blocks`: so many, from the
@@ -106,7 +108,8 @@ def parallelise(
         model.model.norm.compile(fullgraph=True)
     if not shard:
         if several:
-            attach(model, Zero(model, dtype, mesh=mesh, units=[*model.model.layers], overlap=overlap))
+            blocks = [*model.model.layers]
+            attach(model, Zero(model, dtype, mesh=mesh, units=blocks, overlap=overlap, message=message))
         elif not wide:
             attach(model, Replica(model, dtype))
         return model

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from models.replica import Held, Replica, summed
 
+MESSAGE = 2**28  # bytes: what NCCL needs between two H200s to come near their link's rate
+
 
 class Zero(Replica):
     """A replica whose masters are DTensors, rows dealt as FSDP2 deals them: ceil(n / ranks) to each.
@@ -26,8 +28,8 @@ class Zero(Replica):
     `overlap` only when all are, as what sends takes multiprocessors from the matmuls. Who steps a row
     adds what came in float32, the same sum as a float32 reduction of the same gradients makes. After its
     step a row goes, rounded, to all ranks, while the rows of the next unit are stepped. Nothing else travels:
-    with bfloat16 2 + 2 bytes a parameter and rank, each (1 - 1 / ranks) of them. All that a unit has for a
-    rank is one message: to lay it side by side takes less than many short messages cost.
+    with bfloat16 2 + 2 bytes a parameter and rank, each (1 - 1 / ranks) of them. A unit is one message to
+    each rank, so neighbours are joined until what they have for a rank fills `message` bytes.
 
     All ranks must call `micro` alike, and a forward after each write to the masters: the first one gathers
     them. A rank without a gradient of a parameter counts as zero there, and the parameter is stepped.
@@ -38,7 +40,7 @@ class Zero(Replica):
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, *, mesh: DeviceMesh, units: Sequence[nn.Module],
-        overlap: bool = True,
+        overlap: bool = True, message: int = MESSAGE,
     ) -> None:  # fmt: skip
         super().__init__(model, dtype)
         self.overlap = overlap
@@ -51,7 +53,7 @@ class Zero(Replica):
         self.rounded = []  # ranks may have begun with different weights
         unit_of = {module: i for i, unit in enumerate(units) for module in unit.modules()}
         backwards = groupby(reversed(range(len(self.slots))), lambda i: unit_of.get(self.slots[i][0]))
-        self.units = [list(unit) for _, unit in backwards]
+        self.units = self._joined([list(unit) for _, unit in backwards], message)
         for i, w in enumerate(self.working):
             w.register_post_accumulate_grad_hook(partial(self._accumulated, i))
         self.works: list[dist.Work] = []
@@ -97,6 +99,17 @@ class Zero(Replica):
         self.totals = {}
         self._begin()
 
+    def _joined(self, units: Sequence[list[int]], message: int) -> list[list[int]]:
+        joined: list[list[int]] = []
+        room = 0
+        for unit in units:
+            if room <= 0:
+                joined.append([])
+                room = message
+            joined[-1] += unit
+            room -= sum(self.working[i].nbytes for i in unit) // self.ranks
+        return joined
+
     def _begin(self) -> None:
         """No gradient since the last exchange."""
         self.exchanging = self.adding = False  # whether this micro-batch does; whether there are several
@@ -134,7 +147,7 @@ class Zero(Replica):
                 self.whole[i] = torch.zeros_like(self.working[i], dtype=dtype, requires_grad=False)
         by_rank = list(zip(*(rows_of(self.whole[i], self.ranks) for i in unit), strict=True))
         mine = by_rank[self.rank]
-        came = self._swap({r: _joined(by_rank[r]) for r in self.peers}, dict.fromkeys(self.peers, mine))
+        came = self._swap({r: _flat(by_rank[r]) for r in self.peers}, dict.fromkeys(self.peers, mine))
         came[self.rank] = mine
         for i, *pieces in zip(unit, *(came[r] for r in range(self.ranks)), strict=True):
             self.pieces[i] = tuple(pieces)
@@ -164,7 +177,7 @@ class Zero(Replica):
     def _spread(self, unit: Sequence[int]) -> None:
         """This rank's rows of working weights to all; theirs land when they are waited for."""
         rows = {r: [self.rows[i][r] for i in unit] for r in range(self.ranks)}
-        came = self._swap(dict.fromkeys(self.peers, _joined(rows[self.rank])), rows)
+        came = self._swap(dict.fromkeys(self.peers, _flat(rows[self.rank])), rows)
         self.landing += [pair for r in self.peers for pair in zip(rows[r], came[r], strict=True)]
 
     def _swap(
@@ -199,7 +212,7 @@ def rows_of(whole: Tensor, ranks: int) -> list[Tensor]:
     return [whole[min(n, r * each) : min(n, (r + 1) * each)] for r in range(ranks)]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _flat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.flatten() for x in parts])
 
 

@@ -72,9 +72,10 @@ def test_rows_that_are_none_and_gradients_that_are_missing_count_as_zero(tmp_pat
         assert grads == {"some": [4 * each], "few": [2 * each * busy], "none": [0], "all": [each * busy]}
 
 
-def _order(rank: int, ranks: int, folder: str, overlap: bool) -> Any:
+def _order(rank: int, ranks: int, folder: str, overlap: bool, message: int) -> Any:
     mesh = DeviceMesh("cpu", list(range(ranks)))
-    model = parallelise(fresh(), mesh, compile=False, param_dtype="bfloat16", overlap=overlap)
+    how: dict[str, Any] = {"compile": False, "param_dtype": "bfloat16"}
+    model = parallelise(fresh(), mesh, overlap=overlap, message=message, **how)
     zero = replica_of(model)
     assert isinstance(zero, Zero)
     sync_gradients(model, True)
@@ -85,14 +86,28 @@ def _order(rank: int, ranks: int, folder: str, overlap: bool) -> Any:
     (hidden @ model.head.T).sum().backward()
     after = zero.exchanged
     assert sum(map(len, zero.gradients())) == len(zero.masters)
-    return seen, after, zero.exchanged, len(zero.units)
+    sizes = [sum(zero.working[i].nbytes for i in unit) // ranks for unit in zero.units]
+    return seen, after, zero.exchanged, sizes
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_blocks_gradients_travel_while_backward_goes_on_or_after_it(tmp_path, overlap):
-    (before_embedding,), after, last, units = spawn(2, tmp_path, _order, overlap)
-    assert units == last == 4  # final norm and two blocks; then embedding and head
+    (before_embedding,), after, last, sizes = spawn(2, tmp_path, _order, overlap, 1)
+    assert len(sizes) == last == 4  # final norm and two blocks; then embedding and head
     assert (before_embedding, after) == ((3, 4) if overlap else (0, 0))
+
+
+def test_short_messages_are_joined_until_they_are_long_enough(tmp_path):
+    _, _, _, (norm, block, other, embedding) = spawn(2, tmp_path, _order, True, 1)
+    for message, expected in [
+        (norm + 1, [norm + block, other, embedding]),
+        (norm + block + 1, [norm + block + other, embedding]),
+        (2**28, [norm + block + other + embedding]),
+    ]:
+        folder = tmp_path / str(message)
+        folder.mkdir()
+        seen, after, last, sizes = spawn(2, folder, _order, True, message)
+        assert sizes == expected and last == after == len(sizes) and seen == [len(sizes) - 1]
 
 
 def _choices(rank: int, ranks: int, folder: str) -> Any:

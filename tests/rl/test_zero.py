@@ -56,10 +56,11 @@ def train(state: TrainState, steps: int, cap: int, rank: int, ranks: int, config
 def _both(rank: int, ranks: int, folder: str, tied: bool, cap: int, config: Any) -> Any:
     found = []
     for shard in (None, True):
-        state, seen = train(state_of(fresh(tied), ranks, shard), 3, cap, rank, ranks, config)
+        state, seen = train(state_of(fresh(tied), ranks, shard, message=1), 3, cap, rank, ranks, config)
         found.append((whole(state), seen))
-    late, _ = train(state_of(fresh(tied), ranks, None, overlap=False), 3, cap, rank, ranks, config)
-    torch.testing.assert_close(whole(late), found[0][0], rtol=0, atol=0)
+    for other in ({"overlap": False, "message": 1}, {}):  # the latter: one message for all
+        again, _ = train(state_of(fresh(tied), ranks, None, **other), 3, cap, rank, ranks, config)
+        torch.testing.assert_close(whole(again), found[0][0], rtol=0, atol=0)
     return found
 
 
