@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,10 +85,7 @@ def make_layout(
         n = cu.diff()[:, None]
         return cu[:-1, None] + torch.minimum(torch.arange(int(n.max())), n - 1)
 
-    def there(x: Tensor) -> Tensor:  # a copy from memory that is not pinned waits for the device's work
-        return x.pin_memory().to(device, non_blocking=True) if cuda else x.to(device)
-
-    cuda = torch.device(device).type == "cuda"
+    there = partial(to_device, device=device)
     first = [m - n for m, n in zip(n_keys, lengths, strict=True)]
     place = torch.cat([torch.arange(n) for n in lengths])
     segment = torch.repeat_interleave(torch.tensor(lengths))
@@ -102,6 +100,14 @@ def make_layout(
         padded_k=there(keys[places(cu_k)]),
         packed=there(segment * longest + place),
     )
+
+
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """A copy that does not wait for the device's work, as one from memory that is not pinned would."""
+    # torch's allocator gives pinned memory to nobody else before the copy from it is done.
+    if torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:

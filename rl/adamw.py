@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.checksum import has_triton
+from models.layout import to_device
 from models.replica import Held, summed
 
 T = TypeVar("T")
@@ -166,13 +167,12 @@ def _launch(
     """rows: of each parameter its `n_grads` gradients, and to step it the working weights, the master and
     both moments. beside: the scalars of the step, or where squares go, [chunks]."""
     device, sizes, steps = rows[0][0].device, _sizes(rows), len(rows[0]) > n_grads
-    cuda = device.type == "cuda"
     # `rows` keep alive what the addresses are of, until the launch is queued
     table = [(n, *(x.data_ptr() for x in row)) for n, row in zip(sizes, rows, strict=True)]
     aligned = all(number % 16 == 0 for row in table for number in row)
     chunks = _chunks(sizes, device)
-    there = torch.tensor(table, dtype=torch.int64, pin_memory=cuda).to(device, non_blocking=True)
-    with torch.cuda.device(device if cuda else -1):
+    there = to_device(torch.tensor(table, dtype=torch.int64), device)
+    with torch.cuda.device(device if device.type == "cuda" else -1):
         _jitted()[(len(chunks),)](
             there, chunks, beside, 1 - betas[0], betas[1], 1 - betas[1], eps, FIELDS=len(table[0]),
             N_GRADS=n_grads, GRAD=_dtype(rows[0][0]), WORKING=_dtype(rows[0][n_grads]) if steps else None,

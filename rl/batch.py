@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from losses import mix_sampled, mix_teachers
-from models.layout import Layout, make_layout
+from models.layout import Layout, make_layout, to_device
 from rl.lessons import TERMS, Lesson
 from rl.packing import Place
 from rl.teaching import MIXED, MIXTURE
@@ -204,10 +204,9 @@ def _column(
 ) -> Tensor:
     """Rows end to end, followed by zeros up to `size`; or the values at their slots, and zeros elsewhere."""
     joined = torch.as_tensor(np.concatenate(rows) if rows else np.zeros(0))
-    # torch's allocator gives pinned memory to nobody else before the copy from it is done.
-    out = torch.zeros(size, *joined.shape[1:], dtype=dtype, pin_memory=device.type == "cuda")
+    out = torch.zeros(size, *joined.shape[1:], dtype=dtype)
     out[np.arange(len(joined)) if slots is None else slots] = joined.to(dtype)
-    return out.to(device, non_blocking=True)
+    return to_device(out, device)
 
 
 def _fill(n: int, bucket: int) -> int:

@@ -70,17 +70,32 @@ def train_step(
 ) -> tuple[TrainState, dict[str, float]]:
     """Accumulate the gradient of Σ objective over the micro-batches (and ranks), clip it, step. Version +
     1."""
+    return finish(gradient(state, micros, objective), cfg)
+
+
+def gradient(state: TrainState, micros: Sequence[MicroBatch], objective: Objective) -> Pending:
+    """That of a whole step, over the micro-batches and ranks."""
     pending = begin(state)
     for i, (micro, survey) in enumerate(zip(micros, _survey(state, micros, objective), strict=True)):
         pending = accumulate(pending, micro, objective, survey, sync=i == len(micros) - 1)
-    return finish(pending, cfg)
+    return pending
 
 
 def begin(state: TrainState) -> Pending:
+    _forget(state)
+    return Pending(state=state, sums={}, graphs=compiled_graphs())
+
+
+def abandon(state: TrainState) -> None:
+    """Leave a step that was begun: the model is as before it, without gradients."""
+    reshard(state.model)
+    _forget(state)
+
+
+def _forget(state: TrainState) -> None:
     state.optimizer.zero_grad(set_to_none=True)
     if (replica := replica_of(state.model)) is not None:
         replica.forget()
-    return Pending(state=state, sums={}, graphs=_graphs())
 
 
 def accumulate(
@@ -101,12 +116,11 @@ def accumulate(
         raise ValueError(
             "accumulate: this loss looks at the whole step before its first gradient; call train_step"
         )
-    state = pending.state
-    maybe_mark_dynamic(micro.layout.cu_q, 0)
-    maybe_mark_dynamic(micro.layout.cu_k, 0)
+    state, survey = pending.state, survey or Survey()
     sync_gradients(state.model, sync)
     hidden = _hidden(state, micro)
-    loss, sums = objective.loss(hidden, state.model.head, micro, survey or Survey())
+    _mark_trained(hidden, micro, survey)
+    loss, sums = objective.loss(hidden, state.model.head, micro, survey)
     loss.backward()
     once = 0.0 if pending.sums else 1.0 / world_size()  # of all micro-batches and ranks: added, not averaged
     sums["loss/total"] = (loss.detach(), torch.full_like(loss, once))
@@ -137,7 +151,7 @@ def finish(pending: Pending, cfg: Trainer, *, scale: float = 1.0) -> tuple[Train
         **quotients({**sums, "loss/total": (scale * total, share)}),
         "train/grad_norm": last[0],
         "train/lr": lr,
-        "compile/recompiles": float(_graphs() - pending.graphs),
+        "compile/recompiles": float(compiled_graphs() - pending.graphs),
     }
     return replace(state, version=state.version + 1), metrics
 
@@ -179,8 +193,25 @@ def to_host(x: Tensor) -> Callable[[], Tensor]:
 
 def _hidden(state: TrainState, micro: MicroBatch) -> Tensor:
     """[M, D], of the states that predict the trained tokens."""
-    attend = attend_packed(micro.layout, state.attention)
-    return state.model(micro.ids, micro.layout.positions, attend).index_select(0, micro.select)
+    layout = micro.layout
+    _vary(layout.cu_q, layout.cu_k, layout.keys)
+    attend = attend_packed(layout, state.attention)
+    return state.model(micro.ids, layout.positions, attend).index_select(0, micro.select)
+
+
+def _mark_trained(hidden: Tensor, micro: MicroBatch, survey: Survey) -> None:
+    _vary(hidden, micro.target, micro.row, micro.logp_mu, micro.version, micro.adv, micro.logp_ref)
+    _vary(*micro.weight.values(), *micro.mask.values(), survey.selected, survey.keep)
+    for taught in micro.teachers.values():
+        _vary(taught.at, taught.mask, taught.weight, taught.logp, taught.rows, taught.ids)
+
+
+def _vary(*tensors: Tensor | None) -> None:
+    """Tell the compiler that lengths change from one micro-batch to the next: one graph for all. (That of a
+    row it finds out, so that where all are the same its graph is of that length.)"""
+    for x in tensors:
+        if x is not None:
+            maybe_mark_dynamic(x, 0)
 
 
 @torch.no_grad()
@@ -233,7 +264,8 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _graphs() -> int:
+def compiled_graphs() -> int:
+    """By this process, of anything."""
     return counters["stats"]["unique_graphs"]
 
 

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -170,17 +170,19 @@ class Casting:
         return [self.cast(cls, seat, *args, revive=revive) for seat in self.plan.of(role)]
 
 
-def cast_roles(cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, version: int) -> Roles:
+def cast_roles(
+    cfg: Config, bundles: Mapping[str, Bundle], casting: Casting, version: int, prompts: Sequence[int] = ()
+) -> Roles:
     """Every actor of the run. Constructors are cheap; `start_roles` brings them up.
 
     bundles: "policy", "judge", and "teacher/<name>" for each teacher; the policy of a resumed run is the
-    checkpoint's.
+    checkpoint's. prompts: lengths of what is trained on, in tokens.
     """
     refs = {name: ray.put(bundle) for name, bundle in bundles.items()}
     s = cfg.sampler
     params = SamplingParams(temperature=s.temperature, max_tokens=s.max_tokens)
     trainer = [
-        casting.cast(TrainerRank, seat, refs["policy"], cfg, rank, version, concurrent=False)
+        casting.cast(TrainerRank, seat, refs["policy"], cfg, rank, version, prompts, concurrent=False)
         for rank, seat in enumerate(casting.plan.of("trainer"))
     ]
     rollout = refs["policy"], params, s.slots, version, s.engine

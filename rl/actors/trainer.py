@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from models.attention import choose_attention
 from models.config import ModelConfig
@@ -31,13 +32,15 @@ from models.transformer import Transformer
 from models.weights import as_tensor, save_folder
 from rl.actors.net import interface_of, node_address
 from rl.actors.rollout import Rollout, Snapshot
-from rl.batch import MicroBatch, build_micro
+from rl.batch import GroupData, MicroBatch, build_micro
 from rl.config import Config
 from rl.engines.base import UpdateReport
 from rl.engines.make import Bundle
 from rl.errand import Errand, unpack
 from rl.objective import make_objective
+from rl.packing import Place as Sample
 from rl.packing import bucket
+from rl.rehearsal import rehearse
 from rl.staging import Staging, read, read_weights
 from rl.step import Pending, TrainState, accumulate, begin, finish, make_optimizer, train_step
 from rl.sync import Manifest
@@ -63,8 +66,12 @@ def room(cfg: Config, model: ModelConfig, gpu: float) -> str:
 
 
 class TrainerRank:
-    def __init__(self, bundle: Bundle, cfg: Config, rank: int, version: int = 0) -> None:
+    def __init__(
+        self, bundle: Bundle, cfg: Config, rank: int, version: int = 0, prompts: Sequence[int] = ()
+    ) -> None:
+        """prompts: lengths of the run's prompts, for the rehearsal."""
         self.bundle, self.cfg, self.rank, self.version = bundle, cfg, rank, version
+        self.prompts = prompts
         self.pending: Pending | None = None  # of a step that comes in parts
         self.store: dist.Store | None = None
         self.post: Post | None = None  # rank 0's
@@ -117,7 +124,25 @@ class TrainerRank:
         how = f"{self.device.type}, {dtype}, attention by {attention}"
         if use_cuda and replica_of(model) is not None:
             how += room(self.cfg, self.bundle.cfg, torch.cuda.get_device_properties().total_memory)
-        return how
+        return how + (self._rehearse() if self.compiled else "")
+
+    def _rehearse(self) -> str:
+        """Compile what the run will need, and say so; all ranks must."""
+        # Beyond the limit a block ends the run, and a loss goes on uncompiled.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        graphs, seconds = rehearse(
+            self.state, self.objective, self.cfg, self._build, self.prompts,
+            self.bundle.cfg.vocab_size, self._taken_later() if self.device.type == "cuda" else 0,
+        )  # fmt: skip
+        return f", {graphs} graphs compiled in {seconds:.0f} s"
+
+    def _taken_later(self) -> int:
+        """Bytes of what the first step and the first publication bring: two moments, the packed weights."""
+        masters = self.state.optimizer.param_groups[0]["params"]
+        local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in masters)
+        copies = (1 + self.cfg.sync.delta) * (self.rank == 0)
+        packed = copies * self.bundle.cfg.n_params * getattr(torch, self.bundle.cfg.dtype).itemsize
+        return packed + (0 if self.cfg.trainer.offload else 8 * local)
 
     def step(self, errand: Errand, *arrays: Any) -> dict[str, float]:
         """One optimiser step on this rank's share. `arrays`: tokens, then each teacher's and the reference's
@@ -147,19 +172,19 @@ class TrainerRank:
         return metrics
 
     def _micros(self, errand: Errand, arrays: Sequence[Any]) -> list[MicroBatch]:
-        cfg = self.cfg.trainer
         groups = unpack(self.cfg, errand, arrays)
-        return [
-            build_micro(
-                places,
-                groups,
-                self.device,
-                current=self.state.version,
-                bucket=bucket(cfg.micro_tokens) if self.compiled else 1,
-                share_prompt=cfg.share_prompt,
-            )
-            for places in errand.micros
-        ]
+        return [self._build(places, groups) for places in errand.micros]
+
+    def _build(self, places: Sequence[Sample], groups: Mapping[int, GroupData]) -> MicroBatch:
+        cfg = self.cfg.trainer
+        return build_micro(
+            places,
+            groups,
+            self.device,
+            current=self.state.version,
+            bucket=bucket(cfg.micro_tokens) if self.compiled else 1,
+            share_prompt=cfg.share_prompt,
+        )
 
     def publish(self) -> None:
         """Pack the weights as they are now. All ranks send theirs, in the engines' dtype; rank 0 has them."""
