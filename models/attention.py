@@ -188,7 +188,7 @@ def _fa4_save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _fa4_grad(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, *rest = ctx.saved_tensors
-    if len(q) == len(k):
+    if q.shape[0] == k.shape[0]:  # of len(q) the compiler would make a constant
         joined = _fa4_backward_joined(do, q, k, *rest, ctx.max_q, ctx.max_k)
         grads = joined.split(_heads(q, k), dim=1)
     else:
