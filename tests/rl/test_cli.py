@@ -209,8 +209,8 @@ def test_a_source_of_prompts_on_the_command_line_takes_the_place_of_the_experime
     assert parse(["--exp", "smollm2_arith"])[0].data.arithmetic == ("addition", "subtraction")
     data = parse(["--exp", "smollm2_arith", "--data", "train.jsonl"])[0].data
     assert (data.file, data.arithmetic, data.chat) == ("train.jsonl", (), "always")
-    assert data.largest == 9 and parse(["--exp", "smollm2_arith"])[0].data.largest == 12
-    assert parse(["--exp", "smollm2_arith", "--data.arithmetic", "addition"])[0].data.largest == 12
+    assert data.largest == 9 and parse(["--exp", "smollm2_arith"])[0].data.largest == 20
+    assert parse(["--exp", "smollm2_arith", "--data.arithmetic", "addition"])[0].data.largest == 20
     with pytest.raises(ConfigError, match="data.largest has no effect"):
         parse(["--exp", "smollm2_arith", "--data", "train.jsonl", "--data.largest", "10"])
     data = parse(["--exp", "genrm_grpo_seed", "--data.arithmetic", "addition"])[0].data
