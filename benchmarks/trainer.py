@@ -91,7 +91,8 @@ def label(row: Row, attention: str, whole: bool) -> str:
             (f"{row.micros} micros", row.micros > 1),
             ("FSDP2", row.shard is True or (row.ranks > 1 and not whole)),
             ("whole weights", row.ranks > 1 and whole),
-            ("exchange at the end", not row.overlap),
+            ("exchange at the end", row.ranks > 1 and not row.overlap),
+            ("into memory", row.ranks > 1 and row.direct),
             ("three projections", row.join is False),
             ("gathered twice", row.keep_gathered is False),
             ("gathered once", row.keep_gathered is True),
@@ -139,7 +140,10 @@ def main() -> None:
     parser.add_argument("--gather", choices=["once", "twice"], help="else by memory")
     parser.add_argument("--whole", choices=["yes", "no"], help="weights on each GPU; else as it is best")
     parser.add_argument(
-        "--exchange", choices=["beside", "after"], default="beside", help="backward, of whole"
+        "--exchange",
+        choices=["beside", "after", "direct"],
+        default="beside",
+        help="backward, of whole weights; direct: beside it, into the other ranks' memory",
     )
     parser.add_argument("--join", choices=["yes", "no"], help="q, k, v in one matmul; else on CUDA")
     parser.add_argument("--compile", choices=["yes", "no"], help="else on CUDA")
@@ -169,7 +173,8 @@ def main() -> None:
             keep_gathered=None if cfg.gather is None else cfg.gather == "once",
             shard=None if cfg.whole is None else cfg.whole == "no",
             join=None if cfg.join is None else cfg.join == "yes",
-            overlap=cfg.exchange == "beside",
+            overlap=cfg.exchange != "after",
+            direct=cfg.exchange == "direct",
             offload=cfg.offload,
             profile=cfg.profile,
             inductor=tuple(cfg.inductor),

@@ -55,6 +55,7 @@ class Row:
     shard: bool | None = None
     join: bool | None = None
     overlap: bool = True
+    direct: bool = False
     offload: bool = False
     fuse: bool = True
     baseline: bool = False
@@ -117,7 +118,7 @@ def ours(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[],
     parallelise(
         model, mesh, compile=row.compile, param_dtype=dtype, recompute=row.recompute,
         full_blocks=row.full_blocks, offload=row.offload, keep_gathered=row.keep_gathered,
-        shard=row.shard, join=row.join, overlap=row.overlap,
+        shard=row.shard, join=row.join, overlap=row.overlap, direct=row.direct,
     )  # fmt: skip
     trainer = Trainer(lr=1e-6, warmup=0, offload=row.offload)
     config = replace(CONFIG, trainer=trainer, loss=Loss())

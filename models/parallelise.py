@@ -46,6 +46,7 @@ def parallelise(
     join: bool | None = None,
     overlap: bool = True,
     message: int = MESSAGE,
+    direct: bool = False,
 ) -> Transformer:
     """Compile each block and shard the model over the one-dimensional mesh, in place.
 
@@ -62,6 +63,7 @@ def parallelise(
     share out. None: on CUDA.
     overlap: exchange gradients of whole weights beside the backward, or after it.
     message: bytes, at least, of one message from a rank to another.
+    direct: no messages, but writes into the memory of other ranks, which must be of one machine.
 
     recompute: what the backward pass computes again. none: what the compiler finds cheaper than memory.
     selective: all but matmuls and attention. full: the block from its input. `full_blocks`: so many, from the
@@ -109,7 +111,10 @@ def parallelise(
     if not shard:
         if several:
             blocks = [*model.model.layers]
-            attach(model, Zero(model, dtype, mesh=mesh, units=blocks, overlap=overlap, message=message))
+            zero = Zero(
+                model, dtype, mesh=mesh, units=blocks, overlap=overlap, message=message, direct=direct
+            )
+            attach(model, zero)
         elif not wide:
             attach(model, Replica(model, dtype))
         return model

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from models.exchange import Messages, Writes, rows_of
 from models.replica import Held, Replica, summed
 
 MESSAGE = 2**28  # bytes: what NCCL needs between two H200s to come near their link's rate
@@ -29,7 +30,8 @@ class Zero(Replica):
     adds what came in float32, the same sum as a float32 reduction of the same gradients makes. After its
     step a row goes, rounded, to all ranks, while the rows of the next unit are stepped. Nothing else travels:
     with bfloat16 2 + 2 bytes a parameter and rank, each (1 - 1 / ranks) of them. A unit is one message to
-    each rank, so neighbours are joined until what they have for a rank fills `message` bytes.
+    each rank, so neighbours are joined until what they have for a rank fills `message` bytes. With `direct`
+    there are no messages: ranks of one machine write into each other's memory.
 
     All ranks must call `micro` alike, and a forward after each write to the masters: the first one gathers
     them. A rank without a gradient of a parameter counts as zero there, and the parameter is stepped.
@@ -40,25 +42,21 @@ class Zero(Replica):
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, *, mesh: DeviceMesh, units: Sequence[nn.Module],
-        overlap: bool = True, message: int = MESSAGE,
+        overlap: bool = True, message: int = MESSAGE, direct: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model, dtype)
         self.overlap = overlap
         self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        self.peers = [r for r in range(self.ranks) if r != self.rank]
         with torch.no_grad():
             self.masters = [_share(p, mesh) for p in self.masters]
-            self.rows = [rows_of(w.detach(), self.ranks) for w in self.working]  # of all weights, by rank
+            self.exchange = (Writes if direct else Messages)(self.working, self.group)
         self.rest()
         self.rounded = []  # ranks may have begun with different weights
         unit_of = {module: i for i, unit in enumerate(units) for module in unit.modules()}
         backwards = groupby(reversed(range(len(self.slots))), lambda i: unit_of.get(self.slots[i][0]))
-        self.units = self._joined([list(unit) for _, unit in backwards], message)
+        self.units = self._joined([list(unit) for _, unit in backwards], 0 if direct else message)
         for i, w in enumerate(self.working):
             w.register_post_accumulate_grad_hook(partial(self._accumulated, i))
-        self.works: list[dist.Work] = []
-        self.messages: list[Tensor] = []  # must live until they have come
-        self.landing: list[tuple[Tensor, Tensor]] = []  # rows of others, and where they come
         self.totals: dict[int, Tensor] = {}
         self._begin()
 
@@ -76,26 +74,27 @@ class Zero(Replica):
         if self.totals:
             self._settle()
         grads = {i: (g,) for i, g in self.totals.items()} or self.pieces
-        return [
-            [Held(self.masters[i], self.rows[i][self.rank], grads[i]) for i in unit] for unit in self.units
-        ]
+        rows = self.exchange.rows
+        return [[Held(self.masters[i], rows[i][self.rank], grads[i]) for i in unit] for unit in self.units]
 
     def over_ranks(self, total: Tensor) -> Tensor:
         dist.all_reduce(total, group=self.group)
         return total
 
     def written(self, i: int) -> None:
-        self._spread(self.units[i])
+        self.exchange.weights(self.units[i])
         self.sent += 1
 
     def stepped(self) -> None:
         assert self.sent == len(self.units), "some rows have been stepped and not sent"
-        self._wait()
+        self.exchange.wait()
         super().stepped()
 
     def forget(self) -> None:
         super().forget()
-        self._wait()
+        self.exchange.wait()
+        if self.pieces:
+            self.exchange.meet()  # they may lie where the next ones come
         self.totals = {}
         self._begin()
 
@@ -145,18 +144,13 @@ class Zero(Replica):
             if i not in self.whole:
                 dtype = torch.float32 if self.adding else self.working[i].dtype
                 self.whole[i] = torch.zeros_like(self.working[i], dtype=dtype, requires_grad=False)
-        by_rank = list(zip(*(rows_of(self.whole[i], self.ranks) for i in unit), strict=True))
-        mine = by_rank[self.rank]
-        came = self._swap({r: _flat(by_rank[r]) for r in self.peers}, dict.fromkeys(self.peers, mine))
-        came[self.rank] = mine
-        for i, *pieces in zip(unit, *(came[r] for r in range(self.ranks)), strict=True):
-            self.pieces[i] = tuple(pieces)
+        self.pieces |= self.exchange.gradients(unit, self.whole)
         self.exchanged += 1
 
     def _exchange_rest(self) -> None:
         while self.exchanged < len(self.units):
             self._exchange()
-        self._wait()
+        self.exchange.wait()
 
     def _settle(self) -> None:
         """Add what was exchanged to what was before."""
@@ -164,62 +158,17 @@ class Zero(Replica):
         for i, pieces in self.pieces.items():
             total = self.totals.get(i)
             self.totals[i] = summed(pieces if total is None else (total, *pieces))
+        self.exchange.meet()
         self._begin()
 
     @torch.no_grad()
     def _round(self) -> None:
         local = [m.to_local() for m in self.masters if isinstance(m, DTensor)]
-        torch._foreach_copy_([rows[self.rank] for rows in self.rows], local)
+        torch._foreach_copy_([rows[self.rank] for rows in self.exchange.rows], local)
+        self.exchange.meet()  # others may still compute with what they have
         for unit in self.units:
-            self._spread(unit)
-        self._wait()
-
-    def _spread(self, unit: Sequence[int]) -> None:
-        """This rank's rows of working weights to all; theirs land when they are waited for."""
-        rows = {r: [self.rows[i][r] for i in unit] for r in range(self.ranks)}
-        came = self._swap(dict.fromkeys(self.peers, _flat(rows[self.rank])), rows)
-        self.landing += [pair for r in self.peers for pair in zip(rows[r], came[r], strict=True)]
-
-    def _swap(
-        self, sends: Mapping[int, Tensor], like: Mapping[int, Sequence[Tensor]]
-    ) -> dict[int, Sequence[Tensor]]:
-        """A message to each other rank, and from each the tensors that its message brings, shaped as those of
-        `like`, which are there after `_wait`. NCCL makes one kernel of all. Nothing empty travels."""
-        comes = {r: like[r][0].new_empty(sum(x.numel() for x in like[r])) for r in self.peers}
-        ops = []
-        for r in self.peers:
-            for op, message in ((dist.isend, sends[r]), (dist.irecv, comes[r])):
-                if message.numel():
-                    ops.append(dist.P2POp(op, message, group=self.group, group_peer=r))
-        if ops:
-            self.works += dist.batch_isend_irecv(ops)
-            self.messages += [op.tensor for op in ops]
-        return {r: _parted(comes[r], like[r]) for r in self.peers}
-
-    def _wait(self) -> None:
-        """The current stream waits; the host too where there is none."""
-        for work in self.works:
-            work.wait()
-        if self.landing:
-            torch._foreach_copy_([to for to, _ in self.landing], [came for _, came in self.landing])
-        self.works, self.messages, self.landing = [], [], []
-
-
-def rows_of(whole: Tensor, ranks: int) -> list[Tensor]:
-    """Views of the rows of each rank, maybe none."""
-    n = len(whole)
-    each = -(-n // ranks)
-    return [whole[min(n, r * each) : min(n, (r + 1) * each)] for r in range(ranks)]
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.flatten() for x in parts])
-
-
-def _parted(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a message of such tensors side by side."""
-    parts = message.split([x.numel() for x in like])
-    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+            self.exchange.weights(unit)
+        self.exchange.wait()
 
 
 def _share(p: Tensor, mesh: DeviceMesh) -> nn.Parameter:

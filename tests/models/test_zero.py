@@ -1,10 +1,12 @@
 """Gradients and weights that ranks exchange, whatever the rows of their parameters."""
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -37,10 +39,10 @@ class Odd(nn.Module):
         return total + 4 * self.some.sum() if some else total
 
 
-def _odd(rank: int, ranks: int, folder: str) -> Any:
+def _odd(rank: int, ranks: int, folder: str, direct: bool) -> Any:
     model = Odd()
     mesh = DeviceMesh("cpu", list(range(ranks)))
-    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[])
+    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[], direct=direct)
     shapes = {n: p.shape for n, p in model.named_parameters()}
     found = []
     for micros in (1, 2):
@@ -65,11 +67,53 @@ def _odd(rank: int, ranks: int, folder: str) -> Any:
     return found
 
 
-def test_rows_that_are_none_and_gradients_that_are_missing_count_as_zero(tmp_path):
-    found = spawn(3, tmp_path, _odd)
+@pytest.mark.parametrize("direct", [False, True])
+def test_rows_that_are_none_and_gradients_that_are_missing_count_as_zero(tmp_path, direct):
+    found = spawn(3, tmp_path, _odd, direct)
     for (micros, busy), grads in zip([(1, 3), (1, 2), (2, 3), (2, 2)], found, strict=True):
         each = 3.0 * micros
         assert grads == {"some": [4 * each], "few": [2 * each * busy], "none": [0], "all": [each * busy]}
+
+
+def _late(rank: int, ranks: int, folder: str) -> Any:
+    """Rank 1 is late wherever the others could already write over what it still reads."""
+    model = Odd()
+    zero = Zero(model, torch.bfloat16, mesh=DeviceMesh("cpu", [*range(ranks)]), units=[], direct=True)
+
+    def late(pieces: Sequence[Tensor]) -> Tensor:
+        time.sleep(0.3 * (rank == 1))
+        return summed(pieces)
+
+    def backward(times: float) -> None:
+        zero.micro(exchange=True)
+        (times * model(True)).backward()
+
+    def found() -> set[float]:
+        return {x for unit in zero.gradients() for h in unit for x in late(h.grads).unique().tolist()}
+
+    for times in (1.0, 3.0):
+        backward(times)
+        assert found() <= {0.0, 2 * times, 4 * times, 8 * times}
+        zero.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.zero.summed", late)
+        backward(1.0)
+        backward(3.0)
+        assert found() <= {0.0, 8.0, 16.0, 32.0}
+    zero.forget()
+    zero.work()
+    before = [w.detach().clone() for w in zero.working]
+    time.sleep(0.3 * (rank == 1))
+    assert all(torch.equal(w, b) for w, b in zip(zero.working, before, strict=True))
+    with torch.no_grad():
+        for master in zero.masters:
+            master.mul_(2.0)
+    zero.work()
+    assert all(torch.equal(w, 2 * b) for w, b in zip(zero.working, before, strict=True))
+
+
+def test_nobody_writes_into_memory_that_another_rank_still_reads(tmp_path):
+    spawn(2, tmp_path, _late)
 
 
 def _order(rank: int, ranks: int, folder: str, overlap: bool, message: int) -> Any:

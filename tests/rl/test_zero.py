@@ -58,7 +58,10 @@ def _both(rank: int, ranks: int, folder: str, tied: bool, cap: int, config: Any)
     for shard in (None, True):
         state, seen = train(state_of(fresh(tied), ranks, shard, message=1), 3, cap, rank, ranks, config)
         found.append((whole(state), seen))
-    for other in ({"overlap": False, "message": 1}, {}):  # the latter: one message for all
+    ways: list[dict[str, Any]] = [
+        {"overlap": False, "message": 1}, {}, {"direct": True}, {"direct": True, "overlap": False}
+    ]  # fmt: skip
+    for other in ways:  # {}: one message for all
         again, _ = train(state_of(fresh(tied), ranks, None, **other), 3, cap, rank, ranks, config)
         torch.testing.assert_close(whole(again), found[0][0], rtol=0, atol=0)
     return found
@@ -132,11 +135,11 @@ def test_checkpoints_go_to_fsdp_and_back_and_to_other_numbers_of_ranks(tmp_path)
     dist.destroy_process_group()
 
 
-def _streamed(rank: int, ranks: int, folder: str) -> Any:
+def _streamed(rank: int, ranks: int, folder: str, direct: bool) -> Any:
     objective = make_objective(FUSED)
 
     def run(syncs: Callable[[int], list[bool]] | None) -> dict[str, torch.Tensor]:
-        state = state_of(fresh(), ranks, None)
+        state = state_of(fresh(), ranks, None, direct=direct)
         for version in range(2):
             micros = micros_of(version, ranks, 40, rank)
             assert len(micros) >= 3
@@ -161,8 +164,9 @@ def _streamed(rank: int, ranks: int, folder: str) -> Any:
         run(lambda n: [True] * (n - 1) + [False])
 
 
-def test_micro_batches_may_exchange_each_or_some_and_the_last_one_must(tmp_path):
-    spawn(2, tmp_path, _streamed)
+@pytest.mark.parametrize("direct", [False, True])
+def test_micro_batches_may_exchange_each_or_some_and_the_last_one_must(tmp_path, direct):
+    spawn(2, tmp_path, _streamed, direct)
 
 
 def _one_step(rank: int, ranks: int, folder: str) -> Any:
