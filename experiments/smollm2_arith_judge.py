@@ -12,7 +12,7 @@ from rl.config import Engine, Judge, Reward
 CONFIG = replace(
     ARITH,
     name="smollm2_arith_judge",
-    sampler=replace(ARITH.sampler, samples=8, engine=Engine(kind="vllm", gpus=0.3)),
+    sampler=replace(ARITH.sampler, engine=Engine(kind="vllm", gpus=0.3)),
     judge=Judge(
         model="arithmetic-judge",
         chat=True,

@@ -52,6 +52,11 @@ class Replica:
             self.rounded = self._versions()
         self._place(self.working)
 
+    def outdated(self) -> None:
+        """Say that masters have been written by what torch does not count: operations on several DTensors at
+        once, and so its optimisers with foreach or fused."""
+        self.rounded = []
+
     def rest(self) -> None:
         """Put the masters in place."""
         self._place(self.masters)

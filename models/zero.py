@@ -51,7 +51,7 @@ class Zero(Replica):
             self.masters = [_share(p, mesh) for p in self.masters]
             self.exchange = (Writes if direct else Messages)(self.working, self.group)
         self.rest()
-        self.rounded = []  # ranks may have begun with different weights
+        self.outdated()  # ranks may have begun with different weights
         unit_of = {module: i for i, unit in enumerate(units) for module in unit.modules()}
         backwards = groupby(reversed(range(len(self.slots))), lambda i: unit_of.get(self.slots[i][0]))
         self.units = self._joined([list(unit) for _, unit in backwards], 0 if direct else message)
