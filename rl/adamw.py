@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -82,6 +83,21 @@ def squared_norm(held: Sequence[Held]) -> Tensor:
     device = held[0].working.device
     partial = norms_triton(grads) if grads and has_triton(device) else norms_torch(grads)
     return torch.cat([*partial, torch.zeros(1, device=device)]).sum()
+
+
+@torch.no_grad()
+def warm(optimizer: torch.optim.Optimizer, working: Tensor, ranks: int) -> None:
+    """Compile the kernels of `step` and `squared_norm` for weights as `working` of any alignment, and all
+    their gradients: of one micro-batch or sums of several, in one piece or as many as ranks."""
+    if not has_triton(working.device):
+        return
+    (group,), scalars = optimizer.param_groups, working.new_ones(4, dtype=torch.float32)
+    for size, n, dtype in product((BLOCK, BLOCK - 1), {1, ranks}, {working.dtype, torch.float32}):
+        master, mean, square = (working.new_zeros(size, dtype=torch.float32) for _ in range(3))
+        grads = tuple(working.new_zeros(size, dtype=dtype) for _ in range(n))
+        norms_triton([grads])
+        slot = Slot(master, mean, square, working.new_zeros(size), grads)
+        step_triton([slot], scalars, group["betas"], group["eps"])
 
 
 def step_torch(slots: Sequence[Slot], scalars: Tensor, betas: tuple[float, float], eps: float) -> None:

@@ -147,7 +147,8 @@ def build_micro(
     weight = {t: spread([lesson.weight[t] for lesson in lessons]) for t in TERMS}
     return MicroBatch(
         ids=_column(ids, torch.int64, n_tokens, device),
-        layout=make_layout(lengths or [1], device, after=after or None, total=n_tokens),
+        # Of an empty row two segments: for one, or for single tokens, the compiler makes a graph of its own.
+        layout=make_layout(lengths or [max(1, bucket // 2)], device, after=after or None, total=n_tokens),
         select=column(select, torch.int64),
         target=column([s.tokens for s in samples], torch.int64),
         row=column([np.repeat(np.arange(len(samples)), n_new)], torch.int64),

@@ -1,5 +1,6 @@
 import copy
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.utils import run_fw_bw_and_get_code
 
@@ -184,6 +186,20 @@ def test_fa4_is_one_operation_in_the_graph_with_its_own_backward(monkeypatch, co
         grads = (torch.autograd.grad(y, x, weight) for y, x in ((got, own), (expected, exact)))
         for g, e in zip(*grads, strict=True):
             torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("after", [None, [None, 0, 0]])
+def test_one_graph_of_fa4_serves_rows_of_any_length(monkeypatch, after):
+    installed_fa4(monkeypatch)
+    torch._dynamo.reset()
+    attend = torch.compile(partial(packed_attention, backend="fa4"), fullgraph=True, backend="aot_eager")
+    before, graphs = counters["stats"]["unique_graphs"], []
+    for n in (3, 5, 8, 13, 21):
+        lengths = [n, 2 * n, n + 1]
+        q, k, v = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2))
+        attend(q, k, v, make_layout(lengths, after=after)).sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs[0] == 1 and graphs[1:] == [2] * 4  # from the second row on lengths are known to vary
 
 
 @pytest.mark.slow

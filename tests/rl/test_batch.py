@@ -193,6 +193,15 @@ def test_shapes_depend_on_the_bucket_and_not_on_the_samples():
     assert all(size % 64 == 0 for shape in shapes for size in shape) and len(shapes) <= 10
 
 
+def test_an_empty_micro_batch_has_two_segments_and_trains_nothing():
+    groups = {0: group([1, 2], [[3, 4]])}
+    micro = build_micro([], groups, CPU, current=0, bucket=64)
+    assert micro.layout.cu_q.tolist() == [0, 32, 64] and micro.layout.max_q == micro.layout.max_k == 32
+    assert len(micro.ids) == len(micro.target) == 64
+    assert not any(x.any() for x in (*micro.weight.values(), *micro.mask.values()))
+    assert build_micro([], groups, CPU, current=0).layout.cu_q.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("bucket", [1, 4, 8, 32])
 def test_as_many_taught_tokens_as_trained_ones_are_all_of_them(bucket):
     teacher = [Scores(logps=np.array([-1.0, -2.0, -3.0], np.float32))]

@@ -17,7 +17,7 @@ from rl.errand import Errand
 from rl.lessons import Rated, make_lessons
 from rl.objective import make_objective
 from rl.packing import bucket, plan_micros
-from rl.rehearsal import casts, fill, made_up, n_tokens, rehearse, scenes
+from rl.rehearsal import fill, made_up, n_tokens, rehearse, rows, teacher_sets
 from rl.step import TrainState, make_optimizer, train_step
 from rl.types import Completion, Scores
 from tests.ranks import spawn
@@ -46,12 +46,14 @@ def started(cfg):
 
 
 def errand(cfg, vocab, n_groups, longest, seed, empty=0):
-    """A step of random groups, as the controller hands it out. empty: micro-batches without a sample."""
+    """A step of random groups, as the controller hands it out; with an odd seed all but one have one key.
+    empty: micro-batches without a sample."""
     rng, loss = np.random.default_rng(seed), cfg.loss
     keys = sorted({key for teacher in cfg.teachers.values() for key in teacher.keys} or {""})
     arrays, rated, lengths, prompts = [], [], [], []
     for _ in range(n_groups):
-        prompt, key = int(rng.integers(PROMPTS[0], PROMPTS[-1])), keys[rng.integers(len(keys))]
+        prompt = int(rng.integers(PROMPTS[0], PROMPTS[-1]))
+        key = keys[-1 if rated else 0] if seed % 2 else keys[rng.integers(len(keys))]
         counts = rng.integers(1, longest + 1, cfg.sampler.samples).tolist()
         samples = tuple(
             Completion(tokens=rng.integers(0, vocab, n).astype(np.int32), finish="stop",
@@ -95,6 +97,7 @@ CASES = {
     "shared prompts, reference": config(share_prompt=True, kl=0.1),
     "a teacher's whole rows": config(distill=0.5, teachers={"t": Teacher(keys=("",))}),
     "two teachers, sampled": config(distill=0.5, distill_form="advantage", teachers=TWO),
+    "two teachers' whole rows": config(distill=0.5, teachers=TWO),
     "by sequence": config(form="gspo"),
     "survey": config(form="kl_cov", cov_ratio=0.3, share_prompt=True),
 }
@@ -108,7 +111,7 @@ def test_steps_of_any_lengths_compile_nothing_after_a_rehearsal(cfg):
     try:
         assert "graphs compiled in" in how and ", 0 graphs" not in how
         seen = set()
-        for seed, (n_groups, longest) in enumerate([(12, 8), (2, 3), (12, 8), (5, 8), (12, 2), (1, 1)]):
+        for seed, (n_groups, longest) in enumerate([(12, 8), (12, 8), (2, 3), (5, 8), (12, 2), (1, 1)]):
             work, arrays = errand(cfg, vocab, n_groups, longest, seed)
             for micro in rank._micros(work, arrays):
                 seen.add((len(micro.ids), len(micro.target), micro.layout.max_q, len(micro.layout.cu_q)))
@@ -133,6 +136,34 @@ def test_a_step_that_comes_in_parts_and_several_micro_batches_compile_nothing_ei
             work, arrays = errand(cfg, vocab, 1, 4, seed)
             rank.feed(work, *arrays)
             assert rank.finish(0.1)["compile/recompiles"] == 0
+    finally:
+        rank.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "shared prompts, reference", "by sequence", "survey"])
+def test_several_micro_batches_and_an_empty_one_compile_nothing_either(name):
+    cfg = replace(CASES[name], trainer=replace(CASES[name].trainer, micro_tokens=256))
+    rank, _ = started(cfg)
+    try:
+        work, arrays = errand(cfg, rank.bundle.cfg.vocab_size, 12, 8, 0, empty=1)
+        assert len(work.micros) > 2 and not work.micros[-1]
+        assert rank.step(work, *arrays)["compile/recompiles"] == 0
+    finally:
+        rank.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a teacher's whole rows", "two teachers, sampled"])
+def test_a_rank_of_several_rehearses_a_row_without_any_teacher(name):
+    cfg = CASES[name]
+    rank, _ = started(cfg)
+    vocab, two = rank.bundle.cfg.vocab_size, replace(cfg, trainer=replace(cfg.trainer, ranks=2))
+    try:
+        graphs, _ = rehearse(rank.state, rank.objective, two, rank._build, PROMPTS, vocab)
+        assert graphs > 0
+        work, arrays = errand(cfg, vocab, 5, 8, 0, empty=1)
+        assert rank.step(work, *arrays)["compile/recompiles"] == 0
     finally:
         rank.stop()
 
@@ -227,11 +258,10 @@ def replace_objective(objective, loss):
     return type(objective)(loss, objective.survey, objective.temperature)
 
 
-def test_all_sizes_of_a_row_are_played_the_largest_second_and_none_beyond_the_cap():
-    for share in (False, True):
-        cfg = config(micro_tokens=2048, share_prompt=share)
+def test_rows_have_all_sizes_the_largest_second_and_none_beyond_the_cap():
+    for cfg in (config(2048), config(2048, share_prompt=True), config(2048, distill=0.5, teachers=TWO)):
         cfg = replace(cfg, trainer=replace(cfg.trainer, prompts=99))
-        size, found = bucket(2048), [n_tokens(scene) for scene in scenes(cfg, PROMPTS)]
+        size, found = bucket(2048), [n_tokens(row) for row in rows(cfg, PROMPTS)]
         assert {-(-n // size) for n in found} == set(range(1, 2048 // size + 1))
         assert max(found) == found[1] <= 2048 and found[0] <= size
 
@@ -239,33 +269,32 @@ def test_all_sizes_of_a_row_are_played_the_largest_second_and_none_beyond_the_ca
 def test_a_row_is_not_made_fuller_than_the_batch_can_make_it():
     cfg = config(micro_tokens=40_960)
     most = 12 * 4 * (PROMPTS[-1] + 8)
-    assert most - 1 <= max(map(n_tokens, scenes(cfg, PROMPTS))) <= most
-    trained = [sum(sum(part.answers) for part in scene) for scene in scenes(cfg, PROMPTS)]
+    assert most - 1 <= max(map(n_tokens, rows(cfg, PROMPTS))) <= most
+    trained = [sum(sum(group.answers) for group in row) for row in rows(cfg, PROMPTS)]
     assert max(trained) <= 12 * 4 * 8
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 17, 128, 1000])
 @pytest.mark.parametrize("per", [1, 4])
 def test_what_is_filled_has_so_many_tokens_and_no_answer_is_too_long(tokens, per):
-    parts = fill(tokens, 9, 8, per)
-    assert tokens - 1 <= n_tokens(parts) <= tokens
-    assert all(1 <= n <= 8 for part in parts for n in part.answers)
-    assert all(1 <= part.prompt <= 9 and 1 <= len(part.answers) <= per for part in parts)
+    groups = fill(tokens, 9, 8, per)
+    assert tokens - 1 <= n_tokens(groups) <= tokens
+    assert all(1 <= n <= 8 for group in groups for n in group.answers)
+    assert all(1 <= group.prompt <= 9 and 1 <= len(group.answers) <= per for group in groups)
 
 
-def test_every_cast_of_teachers_is_played_alone_together_and_led_by_each():
+def test_teachers_meet_in_rows_alone_together_and_each_with_nearly_all_tokens():
     cfg = config(distill=0.5, teachers=TWO)
-    assert casts(cfg) == [[("a",), ("b",)], [("a",)], [("b",)]]
-    assert casts(config(distill=0.5, distill_mix="arithmetic", teachers=BOTH)) == [[("a", "b")]]
-    played = [{part.teachers for part in scene} for scene in scenes(cfg, PROMPTS)]
-    assert {("a",)} in played and {("b",)} in played and {("a",), ("b",)} in played
-    size, same = bucket(cfg.trainer.micro_tokens), set()
-    for scene in scenes(cfg, PROMPTS):
-        taught = [sum(sum(p.answers) for p in scene if p.teachers == (name,)) for name in "ab"]
-        if all(taught):
-            rows = [-(-n // size) for n in taught]
-            same.add(tuple(r == -(-sum(taught) // size) for r in rows))
-    assert same == {(False, False), (True, True), (True, False), (False, True)}
+    assert teacher_sets(cfg) == [("a",), ("b",)] and teacher_sets(config()) == [()]
+    assert teacher_sets(config(distill=0.5, distill_mix="arithmetic", teachers=BOTH)) == [("a", "b")]
+    size, met, whole = bucket(cfg.trainer.micro_tokens), set(), set()
+    for row in rows(cfg, PROMPTS):
+        tokens = [sum(sum(g.answers) for g in row if g.teachers == (name,)) for name in "ab"]
+        met.add(tuple(n > 0 for n in tokens))
+        if all(tokens):
+            whole.add(tuple(-(-n // size) == -(-sum(tokens) // size) for n in tokens))
+    assert met == {(True, True), (True, False), (False, True)}
+    assert whole == {(False, False), (True, True), (True, False), (False, True)}
 
 
 def test_teachers_send_what_the_config_has_them_send():
@@ -275,10 +304,10 @@ def test_teachers_send_what_the_config_has_them_send():
         ({"distill_form": "advantage"}, (False, False)),
     ):
         cfg = config(distill=0.5, teachers=TWO, **loss)
-        data = made_up(cfg, scenes(cfg, PROMPTS)[0], 19, 5)
-        (scores, *_) = data[0].teachers["a"]
+        _, groups = made_up(cfg, rows(cfg, PROMPTS)[0], 19, 5)
+        (scores, *_) = groups[0].teachers["a"]
         assert (scores.full is not None, scores.top_ids is not None) == kinds
     mixed = config(distill=0.5, distill_mix="geometric", teachers=BOTH)
-    teachers = made_up(mixed, scenes(mixed, PROMPTS)[0], 19, 5)[0].teachers
+    teachers = made_up(mixed, rows(mixed, PROMPTS)[0], 19, 5)[1][0].teachers
     assert teachers.keys() == {"mixture", "a", "b"}
     assert teachers["mixture"][0].full is not None and teachers["a"][0].full is None
