@@ -15,7 +15,6 @@ from rl.config import (
     Checkpoint,
     Config,
     Data,
-    Deadlines,
     Engine,
     Judge,
     Loss,
@@ -50,6 +49,5 @@ CONFIG = Config(
     trainer=Trainer(steps=200, prompts=16, lr=1e-6, warmup=0, final_lr=1.0, betas=(0.9, 0.999),
                     weight_decay=0.1, micro_tokens=40_960, share_prompt=True, gpus=0.5),
     staleness=Staleness(max_age=7),
-    deadlines=Deadlines(start=900),
     checkpoint=Checkpoint(every=0),
 )  # fmt: skip

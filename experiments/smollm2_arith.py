@@ -8,7 +8,7 @@ too, while held-out differences lag behind; so numbers up to 20 are trained on a
 rewards are kept (zero_signal "keep"): late, when one in 20 is unequal, steps would wait long for others.
 """
 
-from rl.config import Config, Data, Deadlines, Engine, Loss, Policy, Reward, Sampler, Trainer
+from rl.config import Config, Data, Engine, Loss, Policy, Reward, Sampler, Trainer
 
 CONFIG = Config(
     name="smollm2_arith",
@@ -19,5 +19,4 @@ CONFIG = Config(
     loss=Loss(zero_signal="keep"),
     trainer=Trainer(steps=200, prompts=64, lr=2e-5, micro_tokens=16_384, share_prompt=True,
                     gpus=0.4),
-    deadlines=Deadlines(start=600),
 )  # fmt: skip

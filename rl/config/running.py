@@ -35,8 +35,9 @@ class Sync:
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    start: float = 120.0
-    """Seconds until every engine and trainer rank must be up."""
+    start: float = 600.0
+    """Seconds until every engine and trainer rank must be up; on a GPU vLLM takes one to two minutes. That a
+    process ends is noticed at once."""
     generate: float = 120.0
     judge: float = 60.0
     teach: float = 60.0
