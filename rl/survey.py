@@ -58,7 +58,8 @@ def make_surveys(
     device = micros[0].ids.device
 
     def own(x: Tensor) -> Sequence[Tensor | None]:
-        return x[start : start + sum(sizes)].to(device).split(sizes)
+        # Copies: of a view the compiled loss would know how long the whole step is.
+        return [part.clone() for part in x[start : start + sum(sizes)].to(device).split(sizes)]
 
     nothing: Sequence[Tensor | None] = [None] * len(micros)
     selected, keep, mean = nothing, nothing, None

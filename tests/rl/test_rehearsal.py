@@ -141,6 +141,20 @@ def test_a_step_that_comes_in_parts_and_several_micro_batches_compile_nothing_ei
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [{"form": "kl_cov"}, {"fix": Correction(reject="m2po")}])
+def test_a_look_at_the_whole_step_compiles_nothing_where_steps_grow(how):
+    cfg = config(**how)
+    rank, _ = started(cfg)
+    try:
+        for seed, (n_groups, longest, micros) in enumerate([(4, 3, 1), (24, 8, 2), (4, 4, 1)]):
+            work, arrays = errand(cfg, rank.bundle.cfg.vocab_size, n_groups, longest, seed)
+            assert len(work.micros) == micros
+            assert rank.step(work, *arrays)["compile/recompiles"] == 0
+    finally:
+        rank.stop()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "shared prompts, reference", "by sequence", "survey"])
 def test_several_micro_batches_and_an_empty_one_compile_nothing_either(name):
     cfg = replace(CASES[name], trainer=replace(CASES[name].trainer, micro_tokens=256))
