@@ -163,12 +163,16 @@ class Shared:
         """So many bytes on each rank. All ranks must ask alike."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.stream is not None:
-            # Each process may see its own GPU alone, as Ray has it, and then all call theirs the first.
+            # Each process may see its own GPU alone, as Ray has it, and then all call theirs the first. Without
+            # a pool memory of one asking is a block of its own.
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+            os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
             own = symmetric.empty(size, dtype=torch.uint8, device=self.device)
             handle = symmetric.rendezvous(own, self.group)
             self.handles.append((own, handle))
-            return [handle.get_buffer(r, (size,), torch.uint8) for r in range(ranks)]
+            return [
+                own if r == rank else handle.get_remote_tensor(r, (size,), torch.uint8) for r in range(ranks)
+            ]
         named = [""]
         if rank == 0:
             named = [tempfile.mkdtemp(prefix="viva-ranks-", dir=SHARED if os.path.isdir(SHARED) else None)]
