@@ -163,8 +163,8 @@ class Shared:
         """So many bytes on each rank. All ranks must ask alike."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.stream is not None:
-            # Each process may see its own GPU alone, as Ray has it, and then all call theirs the first. Without
-            # a pool memory of one asking is a block of its own.
+            # Each process may see its own GPU alone, as Ray has it, and then all call theirs the first.
+            # Without a pool each call takes a block of its own.
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
             os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
             own = symmetric.empty(size, dtype=torch.uint8, device=self.device)
