@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ ALIGNED = 256  # bytes
 SHARED = "/dev/shm"  # a folder in memory
 
 
-class Exchange:
+class Exchange(ABC):
     """Of parameters that all ranks have whole, and whose rows are dealt to them: `rows[i][r]`, views.
 
     All ranks call it alike. What `gradients` and `weights` bring is there after `wait`.
@@ -29,19 +30,20 @@ class Exchange:
         self.peers = [r for r in range(self.ranks) if r != self.rank]
         self.rows = [rows_of(w.detach(), self.ranks) for w in working]
 
+    @abstractmethod
     def gradients(self, unit: Sequence[int], whole: Mapping[int, Tensor]) -> dict[int, tuple[Tensor, ...]]:
         """Of the parameters of a unit: this rank's `whole` ones to all, and every rank's of this rank's rows,
         by rank. `whole` must live until they are there, and they are good until the next `wait`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weights(self, unit: Sequence[int]) -> None:
         """This rank's rows to all, and theirs into `rows`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self) -> None:
         """The current stream waits; the host too where there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def meet(self) -> None:
         """What follows is sent when all ranks have done what they were told before."""
 
@@ -91,6 +93,9 @@ class Messages(Exchange):
         if self.landing:
             torch._foreach_copy_([to for to, _ in self.landing], [came for _, came in self.landing])
         self.works, self.messages, self.landing = [], [], []
+
+    def meet(self) -> None:
+        """A message lands in memory of its own: nobody is waited for."""
 
 
 class Writes(Exchange):

@@ -127,8 +127,7 @@ def _launch(
     data = fingerprint(rows[0])
     if start.data is not None and start.data != data:
         show.note("changed since the run began: the prompts themselves, or their order", "yellow")
-    lengths = sorted(len(prompt.ids) for prompt in prompts)
-    some = lengths[0], lengths[len(lengths) // 2], lengths[-1]
+    lengths = [len(prompt.ids) for prompt in prompts]
     folder = start.folder or new_folder(cfg)
     resumed = str(start.checkpoint) if start.checkpoint else None
     if cfg.ray.address is None:
@@ -138,7 +137,7 @@ def _launch(
         group = stack.enter_context(seated(placed, folder.name, cfg.deadlines.start))
         loop = Loop(
             cfg=cfg,
-            roles=cast_roles(cfg, bundles, Casting(folder.name, group, placed), start.version, some),
+            roles=cast_roles(cfg, bundles, Casting(folder.name, group, placed), start.version, lengths),
             stream=Stream(prompts, cfg.seed, cfg.data.shuffle),
             held_out=held_out,
             log=log,

@@ -138,3 +138,19 @@ def test_every_chunk_of_every_tensor_has_its_place_once():
     n = adamw.BLOCK
     chunks = adamw._chunks((1, n, n + 1, 3 * n), torch.device("cpu")).tolist()
     assert chunks == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2]]
+
+
+@kernel
+def test_warming_up_launches_each_kind_of_kernel_on_nothing_of_the_run(monkeypatch):
+    parameter, launched, launch = nn.Parameter(torch.ones(7, device=DEVICE)), set(), adamw._launch
+    optimizer, working = torch.optim.AdamW([parameter]), parameter.detach().bfloat16()
+
+    def counted(rows, n_grads, *rest):
+        launched.add((len(rows[0]) > n_grads, n_grads, rows[0][0].dtype, rows[0][0].numel() % 16))
+        launch(rows, n_grads, *rest)
+
+    monkeypatch.setattr(adamw, "has_triton", lambda device: True)
+    monkeypatch.setattr(adamw, "_launch", counted)
+    adamw.warm(optimizer, working, ranks=2)
+    assert len(launched) == 16  # norm or step, 1 piece or 2, bfloat16 or float32, aligned or not
+    assert not optimizer.state and bool((parameter == 1).all() and (working == 1).all())
