@@ -9,7 +9,7 @@ from math import ceil, floor, log10
 
 COLOURS = ("#1f6fb4", "#d9622b", "#3a923a", "#7f5fb0")
 WIDTH, HEIGHT = 420, 300  # of a panel, pixels
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 38, 44  # margins
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 38, 44  # margins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

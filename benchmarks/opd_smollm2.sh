@@ -20,8 +20,8 @@ policy() { # name: the newest checkpoint of that run
 }
 
 mkdir -p "$out"
-train adder --exp smollm2_arith --data.arithmetic addition
-train subtracter --exp smollm2_arith --data.arithmetic subtraction
+train adder --exp smollm2_arith --data.arithmetic addition --trainer.lr 2e-5
+train subtracter --exp smollm2_arith --data.arithmetic subtraction --trainer.lr 2e-5
 train student --exp opd_smollm2 --teachers.adder.model "$(policy adder)" \
     --teachers.subtracter.model "$(policy subtracter)"
 

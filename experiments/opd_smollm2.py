@@ -20,5 +20,5 @@ CONFIG = replace(
     },
     reward=Reward(rule_name="gsm8k"),
     loss=Loss(policy=0.0, distill=1.0, distill_top_k=16),
-    trainer=replace(ARITH.trainer, steps=100, gpus=0.3),
+    trainer=replace(ARITH.trainer, steps=100, lr=2e-5, gpus=0.3),
 )

@@ -17,6 +17,6 @@ CONFIG = Config(
     sampler=Sampler(samples=16, max_tokens=32, slots=512, engine=Engine(kind="vllm", gpus=0.4)),
     reward=Reward(rule=1.0, rule_name="gsm8k"),  # the number that the answer ends in
     loss=Loss(zero_signal="keep"),
-    trainer=Trainer(steps=200, prompts=64, lr=2e-5, micro_tokens=16_384, share_prompt=True,
+    trainer=Trainer(steps=200, prompts=64, lr=3e-5, micro_tokens=16_384, share_prompt=True,
                     gpus=0.4),
 )  # fmt: skip

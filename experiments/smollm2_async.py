@@ -24,7 +24,7 @@ CONFIG = replace(
     ARITH,
     name="smollm2_async",
     sampler=replace(ARITH.sampler, samples=8, max_tokens=512),
-    trainer=replace(ARITH.trainer, steps=30, prompts=32, final_lr=1.0),
+    trainer=replace(ARITH.trainer, steps=30, prompts=32, lr=2e-5, final_lr=1.0),
     staleness=Staleness(max_age=2),
     checkpoint=Checkpoint(every=0),
 )

@@ -3,9 +3,8 @@ nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from operator import index
 from typing import Literal
 
@@ -19,8 +18,7 @@ def room(*, trained: int, live: int, version: int, max_age: int, prompts: int, s
     serves; max_age η; prompts B per step; steps of the whole run.
 
     A group admitted under v has fewer than (η + v + 1) · B groups before it, so it is due at version v + η
-    at the
-    latest: it can only be too old by being overtaken. (AReaL, arXiv 2505.24298, eq. 3.)
+    at the latest: it can only be too old by being overtaken. (AReaL, arXiv 2505.24298, eq. 3.)
     """
     bound = (max_age + version + 1) * prompts
     return max(0, min(bound, steps * prompts) - trained - live)
@@ -43,64 +41,72 @@ class Formed:
     stale: tuple[int, ...]  # ordinals that have become too old
 
 
-def form_batch(
+def form(
     ready: Sequence[Ready],
-    unready: Collection[int],
+    unready: Mapping[int, int],
     *,
     version: int,
     max_age: int,
     prompts: int,
-    late: Literal["drop", "wait"],
+    lacking: int,
+    least: int,
+    late: Literal["wait", "drop"],
 ) -> Formed:
-    """The B oldest groups that are young enough, by ordinal; those too old are named, never trained.
+    """What is trained next of a batch of B groups that still lacks some: the oldest that are young enough;
+    those too old are named, never trained. Oldest: of the oldest version, and of one version the first.
 
-    age = version − version_min must lie in [0, η]. `unready` are the admitted ordinals still on their way:
-    with late="wait" none of them may be overtaken, with "drop" the batch is made of whatever is ready. Raises
+    Args: ready groups; unready ones, admitted and still on their way: ordinal → the version that they were
+    admitted under; version of the trainer; max_age η, so that age = version − version_min lies in [0, η];
+    prompts B; lacking groups; least groups that a part may have, and that it may leave lacking, unless that
+    is nothing (B: the batch is whole or not there). late: "wait" takes no more than leaves a place in this
+    or a later batch to all that would be too old without it; "drop" takes whatever is ready. Raises
     ValueError for a group from the future: a version that the trainer has not made.
     """
     fresh, stale = _by_age(ready, version, max_age)
-    take = fresh[:prompts]
-    overtaken = late == "wait" and take and any(o < take[-1] for o in (*unready, *stale))
-    return Formed(take if len(take) == prompts and not overtaken else (), stale)
+    n = _in_time(fresh, unready, version, max_age, prompts, lacking) if late == "wait" else len(fresh)
+    n = min(n, lacking)
+    if 0 < lacking - n < least:
+        n = lacking - least
+    return Formed(_ordinals(fresh[:n]) if n >= least else (), stale)
 
 
-def form_part(
-    ready: Sequence[Ready],
-    unready: Collection[int],
-    *,
-    version: int,
-    max_age: int,
-    lacking: int,
-    ranks: int,
-    late: Literal["drop", "wait"],
-) -> Formed:
-    """What can be trained of a batch that still lacks so many groups: the oldest that are young enough.
-
-    As `form_batch` otherwise, but late="wait" takes what lies before the first ordinal under way. No part is
-    smaller than `ranks`, and neither is what it leaves lacking, unless that is nothing: every rank needs a
-    group each time.
-    """
-    fresh, stale = _by_age(ready, version, max_age)
-    if late == "wait":
-        first = min((*unready, *stale), default=inf)
-        fresh = tuple(o for o in fresh if o < first)
-    n = min(len(fresh), lacking)
-    if 0 < lacking - n < ranks:
-        n = lacking - ranks
-    return Formed(fresh[:n] if n >= ranks else (), stale)
-
-
-def _by_age(ready: Sequence[Ready], version: int, max_age: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ordinals, ascending, of the groups that are young enough, and of those too old."""
+def _by_age(
+    ready: Sequence[Ready], version: int, max_age: int
+) -> tuple[tuple[Ready, ...], tuple[int, ...]]:
+    """Groups that are young enough, the oldest first, and the ordinals of those too old."""
     for group in ready:
         if group.version_min > version:
             raise ValueError(
                 f"admission: group {group.ordinal} was sampled under version {group.version_min}, "
                 f"but the trainer is at {version}"
             )
-    fresh = tuple(sorted(g.ordinal for g in ready if version - g.version_min <= max_age))
-    stale = tuple(sorted(g.ordinal for g in ready if version - g.version_min > max_age))
-    return fresh, stale
+    fresh = [g for g in ready if version - g.version_min <= max_age]
+    stale = [g for g in ready if version - g.version_min > max_age]
+    return tuple(sorted(fresh, key=lambda g: (g.version_min, g.ordinal))), _ordinals(stale)
+
+
+def _in_time(
+    fresh: Sequence[Ready], unready: Mapping[int, int], version: int, max_age: int, prompts: int, lacking: int
+) -> int:
+    """How many of the fresh, from the first, can be trained now while all others still find a place in time:
+    earliest deadline first, where this step has the lacking places and each after it B.
+
+    A group sampled under version u is due u + η − version steps after this one. Of the places up to step k as
+    many are kept as groups are due by then; one that is due later may have any of the rest.
+    """
+    due = [u + max_age - version for u in (*(g.version_min for g in fresh), *unready.values())]
+    free = [lacking + k * prompts - sum(0 <= d <= k for d in due) for k in range(max_age)]
+    for n, group in enumerate(fresh):
+        later = range(group.version_min + max_age - version)
+        if any(free[k] < 1 for k in later):
+            return n
+        for k in later:
+            free[k] -= 1
+    return len(fresh)
+
+
+def _ordinals(groups: Sequence[Ready]) -> tuple[int, ...]:
+    return tuple(sorted(g.ordinal for g in groups))
 
 
 def checked_pick(chosen: Iterable[int], ready: Sequence[Ready], prompts: int) -> tuple[int, ...]:

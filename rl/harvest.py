@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl import admission
@@ -54,21 +54,17 @@ class Harvest:
         self.changed.set()
         return self.ready.pop(ordinal, None)
 
-    def take(self, version: int, live: Set[int]) -> tuple[list[Group], tuple[int, ...]]:
+    def take(self, version: int, live: Mapping[int, int]) -> tuple[list[Group], tuple[int, ...]]:
         """Groups for the step from `version`, none if they do not suffice yet, with the rewards as weighted
-        then; and ordinals of those too old. live: all that are admitted."""
+        then; and ordinals of those too old. live: all that are admitted, ordinal → version at admission."""
         cfg, taken = self.cfg, {group.ordinal for group in self.taken}
         offered = [group.ready for ordinal, group in self.ready.items() if ordinal not in taken]
-        unready, max_age, late = live - self.ready.keys(), cfg.staleness.max_age, cfg.staleness.late
-        if cfg.trainer.stream:
-            formed = admission.form_part(
-                offered, unready, version=version, max_age=max_age, late=late,
-                lacking=self.lacking, ranks=cfg.trainer.ranks,
-            )  # fmt: skip
-        else:
-            formed = admission.form_batch(
-                offered, unready, version=version, max_age=max_age, late=late, prompts=cfg.trainer.prompts
-            )
+        unready = {ordinal: under for ordinal, under in live.items() if ordinal not in self.ready}
+        formed = admission.form(
+            offered, unready, version=version, max_age=cfg.staleness.max_age, late=cfg.staleness.late,
+            prompts=cfg.trainer.prompts, lacking=self.lacking,
+            least=cfg.trainer.ranks if cfg.trainer.stream else cfg.trainer.prompts,
+        )  # fmt: skip
         weights = cfg.reward.weights_at(version)
         groups = [self.ready[o].rewarded(weights) for o in self._chosen(formed, offered, version)]
         self.taken += groups

@@ -255,7 +255,8 @@ class Loop:
         """What is trained next, as soon as it can be; groups too old for it are dropped and issued again."""
         harvest, idle = self.harvest, self.proctor.validation.idle
         while True:
-            groups, stale = harvest.take(self.version, self.ledger.live.keys())
+            under = {ordinal: live.version for ordinal, live in self.ledger.live.items()}
+            groups, stale = harvest.take(self.version, under)
             for ordinal in stale:
                 self._drop(ordinal, "stale", again=True)
             if groups:

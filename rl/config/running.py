@@ -10,9 +10,11 @@ from typing import Literal
 class Staleness:
     max_age: int = 2
     """η: no token older than this many versions is ever trained. 0 is exactly synchronous training."""
-    late: Literal["drop", "wait"] = "drop"
-    """A group that is not ready when its step could start: left behind (and dropped once too old), or
-    waited for."""
+    late: Literal["wait", "drop"] = "wait"
+    """Groups still under way when a step could start without them. wait: it starts when none of them would
+    be too old for all steps after it, so that no answer is lost for being long (nor a step ever held up for
+    longer than the deadlines of sampler and judges); drop: it starts, and what is too old then is sampled
+    anew."""
     weights: Literal["keep", "recompute", "wait"] = "keep"
     """What new weights do to running samples: go on over the old KV cache, re-prefill, or finish first."""
     pick: str = ""

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl.admission import Ready, checked_pick, form_batch, form_part, room
+from rl.admission import Ready, checked_pick, form, room
 
 
 def admit(**changes):
@@ -26,34 +26,44 @@ def test_no_more_is_admitted_than_the_run_can_train():
     assert admit(version=98, trained=392, live=4, steps=100) == 4
 
 
-def form(ready, unready=(), **changes):
-    return form_batch(ready, unready, **{"version": 7, "max_age": 2, "prompts": 2, "late": "drop", **changes})
+def batch(ready, unready=(), **changes):
+    """A whole one, under version 7. unready: ordinals admitted under 7, or ordinal → version."""
+    how = {"version": 7, "max_age": 2, "prompts": 2, "late": "drop", **changes}
+    under = unready if isinstance(unready, dict) else dict.fromkeys(unready, 7)
+    return form(ready, under, **{"lacking": how["prompts"], "least": how["prompts"], **how})
 
 
 def test_o066_age_between_zero_and_eta_is_trained_older_is_dropped_future_is_an_error():
-    formed = form([Ready(i, v) for i, v in enumerate([4, 5, 6, 7])], prompts=3)
+    formed = batch([Ready(i, v) for i, v in enumerate([4, 5, 6, 7])], prompts=3)
     assert formed.take == (1, 2, 3) and formed.stale == (0,)
     with pytest.raises(ValueError, match="version 8"):
-        form([Ready(0, 8)])
+        batch([Ready(0, 8)])
 
 
-def test_oldest_prompts_first():
-    assert form([Ready(9, 7), Ready(3, 7), Ready(5, 7)]).take == (3, 5)
+def test_oldest_version_first_and_of_one_version_the_oldest_prompt():
+    assert batch([Ready(9, 7), Ready(3, 7), Ready(5, 7)]).take == (3, 5)
+    assert batch([Ready(3, 7), Ready(9, 5), Ready(5, 7)]).take == (3, 9)  # 3 was issued once more
 
 
 def test_no_batch_before_it_is_full():
-    assert form([Ready(0, 7)]).take == ()
+    assert batch([Ready(0, 7)]).take == ()
 
 
-def test_late_wait_overtakes_nobody():
+def test_late_wait_waits_for_those_who_would_be_too_old_and_for_nobody_else():
     ready = [Ready(1, 7), Ready(2, 7)]
-    assert form(ready, unready={0}).take == (1, 2)
-    assert form(ready, unready={0}, late="wait").take == ()
-    assert form(ready, unready={3}, late="wait").take == (1, 2)
-    assert form([Ready(0, 1), *ready], late="wait") == form_batch(
-        [Ready(0, 1), *ready], (), version=7, max_age=2, prompts=2, late="wait"
-    )
-    assert form([Ready(0, 1), *ready], late="wait").take == ()  # the stale one returns first
+    assert batch(ready, {0: 5}, late="drop").take == (1, 2)
+    assert batch(ready, {0: 5}, late="wait").take == ()
+    assert batch(ready, {0: 6}, late="wait").take == (1, 2)  # it has the next step, too
+    assert batch([*ready, Ready(0, 5)], late="wait").take == (0, 1)
+    assert batch([*ready, Ready(0, 4)], late="wait") == batch([*ready, Ready(0, 4)])  # lost already
+    assert batch(ready, {0: 4}, late="wait").take == (1, 2)
+
+
+def test_late_wait_keeps_the_places_of_later_steps_too():
+    ready, three = [Ready(1, 7), Ready(2, 7)], {0: 6, 3: 6, 4: 6}  # due next step, which has two places
+    assert batch(ready, three, late="wait").take == ()
+    assert batch([Ready(0, 6), *ready], {3: 6, 4: 6}, late="wait").take == (0, 1)
+    assert batch(ready, {0: 6, 3: 6}, late="wait").take == (1, 2)
 
 
 def test_o097_filtered_groups_give_their_admission_back_and_a_step_waits_for_a_full_batch():
@@ -61,46 +71,81 @@ def test_o097_filtered_groups_give_their_admission_back_and_a_step_waits_for_a_f
     assert admit(max_age=0, prompts=8, live=live) == 0
     live -= 3  # zero variance, dropped
     assert admit(max_age=0, prompts=8, live=live) == 3
-    assert form_batch(informative, (), version=0, max_age=0, prompts=8, late="drop").take == ()
+    assert batch(informative, version=0, max_age=0, prompts=8).take == ()
     refilled = [*informative, *(Ready(i, 0) for i in (8, 9, 10))]
-    assert form_batch(refilled, (), version=0, max_age=0, prompts=8, late="drop").take == (
-        0, 2, 3, 5, 7, 8, 9, 10
-    )  # fmt: skip
+    assert batch(refilled, version=0, max_age=0, prompts=8).take == (0, 2, 3, 5, 7, 8, 9, 10)
 
 
 def part(ready, unready=(), **changes):
-    how = {"version": 7, "max_age": 2, "lacking": 6, "ranks": 1, "late": "drop", **changes}
-    return form_part(ready, unready, **how)
+    return batch(ready, unready, **{"prompts": 6, "lacking": 6, "least": 1, **changes})
 
 
 def test_a_part_is_the_oldest_that_are_young_enough_and_no_more_than_the_batch_lacks():
     ready = [Ready(9, 7), Ready(3, 6), Ready(5, 4), Ready(4, 7)]
-    assert part(ready) == form_batch(ready, (), version=7, max_age=2, prompts=3, late="drop")
+    assert part(ready) == batch(ready, prompts=3)
     assert part(ready).take == (3, 4, 9) and part(ready).stale == (5,)
     assert part(ready, lacking=2).take == (3, 4) and part([]).take == ()
     with pytest.raises(ValueError, match="version 8"):
         part([Ready(0, 8)])
 
 
-def test_a_part_with_late_wait_ends_before_the_first_that_is_under_way():
-    ready = [Ready(1, 7), Ready(2, 7), Ready(4, 7)]
-    assert part(ready, {3, 5}, late="wait").take == (1, 2)
-    assert part(ready, {0}, late="wait").take == () and part(ready, {0}).take == (1, 2, 4)
-    assert part([*ready, Ready(0, 1)], late="wait").take == ()  # the stale one returns first
+def test_a_part_with_late_wait_leaves_a_place_to_each_who_would_be_too_old():
+    ready = [Ready(1, 7), Ready(2, 7), Ready(4, 6)]
+    assert part(ready, {0: 5}, late="wait", lacking=2).take == (4,)
+    assert part(ready, {0: 5}, late="wait", lacking=1).take == ()
+    assert part(ready, {0: 5}, late="wait", lacking=3, least=2).take == ()  # each rank needs one
+    assert part(ready, {0: 5}, lacking=2).take == (1, 4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_part_gives_each_rank_a_group_and_the_batch_is_filled_whatever_comes_when(ranks):
-    for batch in range(ranks, 12):
-        for arriving in range(1, batch + 1):
-            lacking, ready, parts = batch, 0, []
+    for whole in range(ranks, 12):
+        for arriving in range(1, whole + 1):
+            lacking, ready, parts = whole, 0, []
             while lacking:
                 ready = min(lacking, ready + arriving)
-                take = part([Ready(i, 7) for i in range(ready)], lacking=lacking, ranks=ranks).take
+                take = part([Ready(i, 7) for i in range(ready)], lacking=lacking, least=ranks).take
                 assert take or ready < lacking, "all there and nothing taken"
                 parts += [len(take)] if take else []
                 lacking, ready = lacking - len(take), ready - len(take)
-            assert min(parts) >= ranks and sum(parts) == batch
+            assert min(parts) >= ranks and sum(parts) == whole
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2])  # None: whole batches
+@pytest.mark.parametrize("max_age", [0, 1, 2, 5])
+def test_late_wait_loses_nobody_and_ends_whatever_takes_how_long(max_age, ranks):
+    """Groups take any time; some are filtered when they are ready; weights are served a while later."""
+    for seed in range(20):
+        rng = np.random.default_rng([seed, max_age])
+        prompts, steps = int(rng.integers(2, 6)), 12
+        least, tail = ranks or prompts, rng.choice([1.0, 20.0])
+        version = served = trained = issued = clock = taken = 0
+        under, done, held, waits = {}, {}, set(), 0  # ordinal → version, → when; what the step has
+        while version < steps:
+            room_left = room(trained=trained, live=len(under), version=served, max_age=max_age,
+                             prompts=prompts, steps=steps)  # fmt: skip
+            for ordinal in range(issued, issued + room_left):
+                under[ordinal], done[ordinal] = served, clock + rng.exponential(tail)
+            issued += room_left
+            ready = {o for o in under if done[o] <= clock}
+            for ordinal in [o for o in ready - held if done[o] > clock - 1 and rng.random() < 0.1]:
+                under.pop(ordinal)  # filtered: another comes in its place
+                ready.remove(ordinal)
+            formed = form(
+                [Ready(o, under[o]) for o in ready - held], {o: u for o, u in under.items() if o not in ready},
+                version=version, max_age=max_age, prompts=prompts, lacking=prompts - taken, least=least,
+                late="wait",
+            )  # fmt: skip
+            assert not formed.stale and all(version - u <= max_age for u in under.values())
+            held |= set(formed.take)
+            taken = len(held)
+            clock, waits = clock + 1, 0 if formed.take else waits + 1
+            assert waits < 50 * tail, "nothing is trained any more"
+            if taken == prompts:
+                for ordinal in held:
+                    under.pop(ordinal)
+                held, taken, trained, version = set(), 0, trained + prompts, version + 1
+            served = min(version, served + int(rng.integers(0, 2)))
 
 
 READY = [Ready(3, 7), Ready(5, 7, key="sort", reward=0.5), Ready(9, 6)]

@@ -119,7 +119,7 @@ def test_a_run_is_alike_whatever_its_length_and_bound_but_not_on_other_shares_or
         replace(cfg, trainer=replace(trainer, stream=True)),
         replace(cfg, judge=replace(cfg.judge, engine=replace(engine, gpus=0.5))),
         replace(cfg, data=replace(cfg.data, arithmetic=("addition",))),
-        replace(cfg, staleness=replace(cfg.staleness, late="wait")),
+        replace(cfg, staleness=replace(cfg.staleness, late="drop")),
     ]
     assert all(newest(c) is not None for c in alike) and not any(newest(c) for c in unlike)
 

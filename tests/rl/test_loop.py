@@ -34,7 +34,7 @@ def test_with_delays_no_token_older_than_the_bound_is_trained(tmp_path, max_age,
 
 
 def test_what_was_too_old_is_counted_and_issued_again_until_it_is_trained(tmp_path):
-    cfg = small(steps=12, staleness=Staleness(max_age=1))
+    cfg = small(steps=12, staleness=Staleness(max_age=1, late="drop"))
     loop = make_loop(tmp_path, cfg, slow_sampler(), FakeTrainer(1, delay=0.01))
     result = finish(loop)
     assert result["dropped"]["stale"] >= 1
