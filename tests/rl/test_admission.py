@@ -131,10 +131,10 @@ def test_late_wait_loses_nobody_and_ends_whatever_takes_how_long(max_age, ranks)
             for ordinal in [o for o in ready - held if done[o] > clock - 1 and rng.random() < 0.1]:
                 under.pop(ordinal)  # filtered: another comes in its place
                 ready.remove(ordinal)
+            offered, unready = ready - held, {o: u for o, u in under.items() if o not in ready}
             formed = form(
-                [Ready(o, under[o]) for o in ready - held], {o: u for o, u in under.items() if o not in ready},
-                version=version, max_age=max_age, prompts=prompts, lacking=prompts - taken, least=least,
-                late="wait",
+                [Ready(o, under[o]) for o in offered], unready, version=version, max_age=max_age,
+                prompts=prompts, lacking=prompts - taken, least=least, late="wait",
             )  # fmt: skip
             assert not formed.stale and all(version - u <= max_age for u in under.values())
             held |= set(formed.take)
