@@ -70,9 +70,7 @@ def form(
     return Formed(_ordinals(fresh[:n]) if n >= least else (), stale)
 
 
-def _by_age(
-    ready: Sequence[Ready], version: int, max_age: int
-) -> tuple[tuple[Ready, ...], tuple[int, ...]]:
+def _by_age(ready: Sequence[Ready], version: int, max_age: int) -> tuple[tuple[Ready, ...], tuple[int, ...]]:
     """Groups that are young enough, the oldest first, and the ordinals of those too old."""
     for group in ready:
         if group.version_min > version:
