@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import log
 from statistics import median_low
 
@@ -43,6 +44,7 @@ class Group:
 
 
 Row = tuple[Group, ...]  # of a micro-batch
+MEET = 3  # up to so many, any of the teachers meet in a row; of more all of them, or one alone
 
 
 def rehearse(
@@ -80,7 +82,7 @@ def rehearse(
 
 def rows(cfg: Config, prompts: Sequence[int]) -> list[Row]:
     """Every multiple of the bucket up to the fullest row, and few of them for each way of sharing prompts and
-    for whichever teachers meet in a row."""
+    for whichever teachers (MEET) meet in a row."""
     t, answer = cfg.trainer, cfg.sampler.max_tokens
     size, samples = bucket(t.micro_tokens), cfg.sampler.samples if t.share_prompt else 1
     n_groups = -(-t.prompts // t.ranks) + (t.ranks > 1)  # of a rank, at most
@@ -94,18 +96,19 @@ def rows(cfg: Config, prompts: Sequence[int]) -> list[Row]:
         own = n_groups * cfg.sampler.samples // samples
         return taught(fill(tokens, max(usual, tokens // own - samples * answer), answer, samples), by)
 
-    def mostly(tokens: int, who: tuple[str, ...]) -> Row:
-        others = tuple(Group(1, (1,), them) for them in teachers if them != who)
+    def mostly(tokens: int, who: tuple[str, ...], by: Sequence[tuple[str, ...]]) -> Row:
+        others = tuple(Group(1, (1,), them) for them in by if them != who)
         return (*row(tokens - n_tokens(others), [who]), *others)
 
     half = fill(max(2, min(sizes) // 2), -(-usual // 2), -(-answer // 2), samples)
     found = [taught(half, teachers), *map(row, sizes)]
     if t.share_prompt:  # of a group torn apart, or with one answer that counts, a row shares nothing
         found += [row(tokens, samples=1) for tokens in few]
-    if len(teachers) > 1:
-        # of each its graph: without the others, and where its tokens fill as many buckets as all
-        for who in teachers:
-            found += [row(tokens, [who]) for tokens in few] + [mostly(tokens, who) for tokens in few]
+    # whoever meets has a graph, and has another one where the tokens of one fill as many buckets as all
+    for n in range(1, len(teachers) + 1) if len(teachers) > 1 else ():
+        for by in combinations(teachers, n) if len(teachers) <= MEET or n in (1, len(teachers)) else ():
+            found += [row(tokens, by) for tokens in few]
+            found += [mostly(tokens, who, by) for who in by for tokens in few if n > 1]
     if t.ranks > 1 and cfg.uses_teachers:  # a rank may have nothing left, so none of them
         found.append(())
     return found

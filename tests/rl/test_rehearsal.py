@@ -1,6 +1,7 @@
 """The rehearsal: afterwards nothing is compiled any more, and nothing has changed."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -297,18 +298,29 @@ def test_what_is_filled_has_so_many_tokens_and_no_answer_is_too_long(tokens, per
     assert all(1 <= group.prompt <= 9 and 1 <= len(group.answers) <= per for group in groups)
 
 
-def test_teachers_meet_in_rows_alone_together_and_each_with_nearly_all_tokens():
-    cfg = config(distill=0.5, teachers=TWO)
-    assert teacher_sets(cfg) == [("a",), ("b",)] and teacher_sets(config()) == [()]
-    assert teacher_sets(config(distill=0.5, distill_mix="arithmetic", teachers=BOTH)) == [("a", "b")]
-    size, met, whole = bucket(cfg.trainer.micro_tokens), set(), set()
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_any_of_the_teachers_meet_in_rows_and_each_with_nearly_all_tokens(names):
+    teachers = {name: Teacher(keys=(name,)) for name in names}
+    cfg = config(distill=0.5, teachers=teachers)
+    assert teacher_sets(cfg) == [(name,) for name in names]
+    size, met = bucket(cfg.trainer.micro_tokens), set()
     for row in rows(cfg, PROMPTS):
-        tokens = [sum(sum(g.answers) for g in row if g.teachers == (name,)) for name in "ab"]
-        met.add(tuple(n > 0 for n in tokens))
-        if all(tokens):
-            whole.add(tuple(-(-n // size) == -(-sum(tokens) // size) for n in tokens))
-    assert met == {(True, True), (True, False), (False, True)}
-    assert whole == {(False, False), (True, True), (True, False), (False, True)}
+        tokens = [sum(sum(g.answers) for g in row if g.teachers == (name,)) for name in names]
+        whole = [n > 0 and -(-n // size) == -(-sum(tokens) // size) for n in tokens]
+        met.add((tuple(n > 0 for n in tokens), tuple(whole)))
+    some = [on for on in product((True, False), repeat=len(names)) if any(on)]
+    assert {on for on, _ in met} == set(some)
+    for on in some:  # none of those who meet has as many buckets as all, or any one of them
+        alone = [tuple(i == j for j in range(len(names))) for i in range(len(names)) if on[i]]
+        assert {(on, of) for of in alone} <= met
+        assert sum(on) == 1 or (on, (False,) * len(names)) in met
+
+
+def test_of_many_teachers_all_meet_or_one_is_alone():
+    assert teacher_sets(config()) == [()]
+    assert teacher_sets(config(distill=0.5, distill_mix="arithmetic", teachers=BOTH)) == [("a", "b")]
+    cfg = config(distill=0.5, teachers={name: Teacher(keys=(name,)) for name in "abcde"})
+    assert {len({group.teachers for group in row}) for row in rows(cfg, PROMPTS)} == {1, 5}
 
 
 def test_teachers_send_what_the_config_has_them_send():
