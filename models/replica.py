@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,11 @@ class Replica:
     def _versions(self) -> list[int]:
         """torch counts the writes to a tensor: by an optimiser, a loaded checkpoint, anybody."""
         return [p._version for p in self.masters]
+
+
+def own_part(x: Tensor) -> Tensor:
+    """This rank's rows of a DTensor; any other tensor is its own. They share memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def attach(model: nn.Module, replica: Replica) -> None:

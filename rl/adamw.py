@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from models.checksum import has_triton
 from models.layout import to_device
-from models.replica import Held, summed
+from models.replica import Held, own_part, summed
 
 T = TypeVar("T")
 BLOCK = 2048  # elements of a program of the kernel
@@ -68,7 +67,7 @@ def step(
     update = step_triton if has_triton(factor.device) else step_torch
     for i, (unit, known) in enumerate(zip(units, states, strict=True)):
         slots = [
-            Slot(_local(h.master), _local(s["exp_avg"]), _local(s["exp_avg_sq"]), h.working, h.grads)
+            Slot(own_part(h.master), own_part(s["exp_avg"]), own_part(s["exp_avg_sq"]), h.working, h.grads)
             for h, s in zip(unit, known, strict=True)
             if h.working.numel()
         ]
@@ -139,10 +138,6 @@ def _state(optimizer: torch.optim.AdamW, master: Tensor) -> dict[str, Any]:
         state["step"] = torch.zeros((), device=master.device)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
     return state
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _alike(items: Sequence[T], kind: Callable[[T], Any]) -> list[list[T]]:

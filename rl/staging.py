@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from models.config import ModelConfig
+from models.replica import own_part
 from models.weights import expected_shapes
 
 ALIGN = 64  # bytes: every tensor begins where a cache line does
@@ -47,7 +48,7 @@ class Staging:
     def stage(self, state: Any) -> None:
         """Copy every tensor of a nest of dicts and lists, of DTensors this rank's shard. The nest has the
         same tensors each time. Ends when they are copied."""
-        own = [_local(x) for x in tree_leaves(state) if isinstance(x, Tensor)]
+        own = [own_part(x) for x in tree_leaves(state) if isinstance(x, Tensor)]
         sizes = [-(-x.nbytes // ALIGN) * ALIGN for x in own]
         if self.memory is None:
             self.memory = _host_memory(sum(sizes), pinned=self.stream is not None)
@@ -71,7 +72,7 @@ class Staging:
         self.memory = self.staged = None
 
     def _copy(self, x: Tensor, places: Iterator[Tensor]) -> Tensor:
-        own = _local(x)
+        own = own_part(x)
         place = next(places)[: own.nbytes].view(own.dtype).view(own.shape)
         place.copy_(own, non_blocking=True)
         if not isinstance(x, DTensor):
@@ -103,10 +104,6 @@ def _faults(what: str) -> Iterator[None]:
     except CheckpointException as error:
         told = "; ".join(f"rank {rank}: {fault!r}" for rank, (fault, _) in error.failures.items())
         raise OSError(f"{what}: {told}") from None
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _host_memory(size: int, *, pinned: bool) -> Tensor:

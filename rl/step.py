@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from losses import linear_logp
 from models.attention import Backend, Layout, packed_attention
 from models.parallelise import reshard, sync_gradients
-from models.replica import replica_of
+from models.replica import own_part, replica_of
 from models.transformer import Attend, Transformer
 from rl import adamw
 from rl.batch import MicroBatch
@@ -238,7 +238,7 @@ def clip_gradients(model: nn.Module, bound: float, *, scale: float = 1.0) -> Ten
     """Multiply the gradient by `scale`, and then to a global norm <= bound (0: any). Returns the norm, over
     all shards, between the two: a scalar, for which the host need not wait."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    local = [own_part(g) for g in grads]
     norm = scale * total_norm(local)
     mesh = grads[0].device_mesh if isinstance(grads[0], DTensor) else None
     if mesh is not None and mesh.size() > 1:

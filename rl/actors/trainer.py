@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from models.attention import choose_attention
 from models.config import ModelConfig
 from models.delta import Delta
 from models.memory import training_bytes
 from models.parallelise import parallelise, reshard
-from models.replica import replica_of
+from models.replica import own_part, replica_of
 from models.transformer import Transformer
 from models.weights import as_tensor, save_folder
 from rl.actors.net import interface_of, node_address
@@ -139,7 +138,7 @@ class TrainerRank:
     def _taken_later(self) -> int:
         """Bytes of what the first step and the first publication bring: two moments, the packed weights."""
         masters = self.state.optimizer.param_groups[0]["params"]
-        local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in masters)
+        local = sum(own_part(p).numel() for p in masters)
         copies = (1 + self.cfg.sync.delta) * (self.rank == 0)
         packed = copies * self.bundle.cfg.n_params * getattr(torch, self.bundle.cfg.dtype).itemsize
         return packed + (0 if self.cfg.trainer.offload else 8 * local)

@@ -14,18 +14,26 @@ from torch.distributed.tensor import DTensor
 from models.replica import summed
 from models.zero import Zero
 
+STEPS = 20
 
-def _trained(rank: int, direct: bool) -> list[torch.Tensor]:
-    """The working weights after some steps of gradient descent, the ranks on different data."""
+
+def _model(device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(96, 96, device="cuda") for _ in range(6)))
-    zero = Zero(
-        model, torch.bfloat16, mesh=DeviceMesh("cuda", [0, 1]), units=[*model], direct=direct, message=1
-    )
-    for step in range(20):
-        data = torch.randn(64, 96, generator=torch.Generator().manual_seed(2 * step + rank))
+    return nn.Sequential(*(nn.Linear(96, 96, device=device) for _ in range(6)))
+
+
+def _backward(model: nn.Module, step: int, rank: int, device: str) -> None:
+    data = torch.randn(64, 96, generator=torch.Generator().manual_seed(2 * step + rank))
+    model(data.to(device).bfloat16()).float().square().mean().backward()
+
+
+def _trained(rank: int, direct: bool, device: str = "cuda") -> list[torch.Tensor]:
+    """The working weights after some steps of gradient descent, the ranks on different data."""
+    model, mesh = _model(device), DeviceMesh(device, [0, 1])
+    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[*model], direct=direct, message=1)
+    for step in range(STEPS):
         zero.micro(exchange=True)
-        model(data.cuda().bfloat16()).float().square().mean().backward()
+        _backward(model, step, rank, device)
         for i, unit in enumerate(zero.gradients()):
             for held in unit:
                 assert isinstance(held.master, DTensor)
@@ -35,6 +43,22 @@ def _trained(rank: int, direct: bool) -> list[torch.Tensor]:
             zero.written(i)
         zero.stepped()
     return [w.detach().clone() for w in zero.working]
+
+
+def _alone(device: str) -> list[torch.Tensor]:
+    """The same by one process that has the data of both."""
+    masters = [p.detach() for p in _model(device).parameters()]
+    model = _model(device).bfloat16()
+    for step in range(STEPS):
+        grads = []
+        for rank in range(2):
+            _backward(model, step, rank, device)
+            grads.append([p.grad for p in model.parameters()])
+            model.zero_grad()
+        for master, p, *pieces in zip(masters, model.parameters(), *grads, strict=True):
+            master -= 0.1 * summed([g for g in pieces if g is not None])
+            p.data.copy_(master)
+    return [p.detach() for p in model.parameters()]
 
 
 def _process(rank: int, folder: str, masked: bool) -> None:
@@ -54,3 +78,20 @@ def _process(rank: int, folder: str, masked: bool) -> None:
 @pytest.mark.parametrize("masked", [False, True], ids=["all GPUs seen", "only its own"])
 def test_both_ways_train_alike_on_two_gpus(tmp_path: Path, masked: bool) -> None:
     mp.spawn(_process, (str(tmp_path), masked), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _beside(rank: int, folder: str, device: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    found = _trained(rank, direct=True, device=device)
+    assert all(torch.equal(f, e) for f, e in zip(found, _alone(device), strict=True))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_that_write_into_each_others_memory_on_one_device_train_as_one_process(
+    tmp_path: Path, device: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    mp.spawn(_beside, (str(tmp_path), device), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
