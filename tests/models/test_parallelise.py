@@ -3,15 +3,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.compiler.config as caches
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.attention import make_layout, packed_attention
 from models.config import ModelConfig
-from models.parallelise import _recompute, parallelise, reshard, sync_gradients
+from models.parallelise import _key_caches, _recompute, parallelise, reshard, sync_gradients
 from models.transformer import Transformer, rope_frequencies, rope_tables
 from models.weights import clean_state, load_folder, save_folder
 
@@ -134,3 +137,21 @@ def test_selective_recomputes_norms_and_no_matmul_and_full_recomputes_all():
     assert matmuls["selective"] == matmuls["none"] < matmuls["full"]
     assert [ran[how].count("aten::rsqrt") for how in ("none", "selective", "full")] == [0, 2, 2]
     assert [ran[how].count(attention) for how in ("none", "selective", "full")] == [0, 0, 1]
+
+
+@SLOW
+def test_graphs_that_were_compiled_of_another_source_are_not_taken_from_the_disk(tmp_path: Path) -> None:
+    source = tmp_path / "attention.py"
+
+    def taken(text: str) -> int:
+        source.write_text(text)
+        _key_caches(source)
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(lambda x: (x.sin() * 2).sum())(torch.ones(3, requires_grad=True)).backward()
+        return counters["aot_autograd"]["autograd_cache_hit"]
+
+    with fresh_cache(), caches.patch(cache_key_tag="mine"):
+        assert [taken("one"), taken("one"), taken("two")] == [0, 1, 0]
+        first, *rest = caches.cache_key_tag.split()
+        assert first == "mine" and rest[::2] == ["attention", "attention"]
