@@ -14,8 +14,7 @@ def room(*, trained: int, live: int, version: int, max_age: int, prompts: int, s
     can train.
 
     Args (counts of groups): trained, live (admitted and neither trained nor dropped); version v that every
-    engine
-    serves; max_age η; prompts B per step; steps of the whole run.
+    engine serves; max_age η; prompts B per step; steps of the whole run.
 
     A group admitted under v has fewer than (η + v + 1) · B groups before it, so it is due at version v + η
     at the latest: it can only be too old by being overtaken. (AReaL, arXiv 2505.24298, eq. 3.)
