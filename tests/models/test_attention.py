@@ -185,7 +185,7 @@ def test_fa4_is_one_operation_in_the_graph_with_its_own_backward(monkeypatch, co
         weight = torch.randn_like(got)
         grads = (torch.autograd.grad(y, x, weight) for y, x in ((got, own), (expected, exact)))
         for g, e in zip(*grads, strict=True):
-            torch.testing.assert_close(g, e)
+            torch.testing.assert_close(g, e, atol=5e-5, rtol=1e-5)  # float32, gradients up to 30
 
 
 @pytest.mark.parametrize("after", [None, [None, 0, 0]])
