@@ -105,10 +105,11 @@ def rows(cfg: Config, prompts: Sequence[int]) -> list[Row]:
     if t.share_prompt:  # of a group torn apart, or with one answer that counts, a row shares nothing
         found += [row(tokens, samples=1) for tokens in few]
     # whoever meets has a graph, and has another one where the tokens of one fill as many buckets as all
-    for n in range(1, len(teachers) + 1) if len(teachers) > 1 else ():
-        for by in combinations(teachers, n) if len(teachers) <= MEET or n in (1, len(teachers)) else ():
-            found += [row(tokens, by) for tokens in few]
-            found += [mostly(tokens, who, by) for who in by for tokens in few if n > 1]
+    n = len(teachers)
+    for k in range(1, n + 1) if n <= MEET else (1, n):
+        for by in combinations(teachers, k):
+            found += [row(tokens, by) for tokens in few if k < n]
+            found += [mostly(tokens, who, by) for who in by for tokens in few if k > 1]
     if t.ranks > 1 and cfg.uses_teachers:  # a rank may have nothing left, so none of them
         found.append(())
     return found

@@ -119,7 +119,7 @@ def test_late_wait_loses_nobody_and_ends_whatever_takes_how_long(max_age, ranks)
         rng = np.random.default_rng([seed, max_age])
         prompts, steps = int(rng.integers(2, 6)), 12
         least, tail = ranks or prompts, rng.choice([1.0, 20.0])
-        version = served = trained = issued = clock = taken = 0
+        version = served = trained = issued = clock = 0
         under, done, held, waits = {}, {}, set(), 0  # ordinal → version, → when; what the step has
         while version < steps:
             room_left = room(trained=trained, live=len(under), version=served, max_age=max_age,
@@ -134,17 +134,16 @@ def test_late_wait_loses_nobody_and_ends_whatever_takes_how_long(max_age, ranks)
             offered, unready = ready - held, {o: u for o, u in under.items() if o not in ready}
             formed = form(
                 [Ready(o, under[o]) for o in offered], unready, version=version, max_age=max_age,
-                prompts=prompts, lacking=prompts - taken, least=least, late="wait",
+                prompts=prompts, lacking=prompts - len(held), least=least, late="wait",
             )  # fmt: skip
             assert not formed.stale and all(version - u <= max_age for u in under.values())
             held |= set(formed.take)
-            taken = len(held)
             clock, waits = clock + 1, 0 if formed.take else waits + 1
             assert waits < 50 * tail, "nothing is trained any more"
-            if taken == prompts:
+            if len(held) == prompts:
                 for ordinal in held:
                     under.pop(ordinal)
-                held, taken, trained, version = set(), 0, trained + prompts, version + 1
+                held, trained, version = set(), trained + prompts, version + 1
             served = min(version, served + int(rng.integers(0, 2)))
 
 

@@ -310,9 +310,9 @@ def test_any_of_the_teachers_meet_in_rows_and_each_with_nearly_all_tokens(names)
         met.add((tuple(n > 0 for n in tokens), tuple(whole)))
     some = [on for on in product((True, False), repeat=len(names)) if any(on)]
     assert {on for on, _ in met} == set(some)
-    for on in some:  # none of those who meet has as many buckets as all, or any one of them
+    for on in some:  # of those who meet none, any one or all have as many buckets as all
         alone = [tuple(i == j for j in range(len(names))) for i in range(len(names)) if on[i]]
-        assert {(on, of) for of in alone} <= met
+        assert {(on, of) for of in (*alone, on)} <= met
         assert sum(on) == 1 or (on, (False,) * len(names)) in met
 
 
