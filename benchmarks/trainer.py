@@ -92,7 +92,7 @@ def label(row: Row, attention: str, whole: bool) -> str:
             ("FSDP2", row.shard is True or (row.ranks > 1 and not whole)),
             ("whole weights", row.ranks > 1 and whole),
             ("exchange at the end", row.ranks > 1 and not row.overlap),
-            ("into memory", row.ranks > 1 and row.direct),
+            (f"by {row.exchange}", row.ranks > 1 and row.exchange != "auto"),
             ("three projections", row.join is False),
             ("gathered twice", row.keep_gathered is False),
             ("gathered once", row.keep_gathered is True),
@@ -141,9 +141,9 @@ def main() -> None:
     parser.add_argument("--whole", choices=["yes", "no"], help="weights on each GPU; else as it is best")
     parser.add_argument(
         "--exchange",
-        choices=["beside", "after", "direct"],
-        default="beside",
-        help="backward, of whole weights; direct: beside it, into the other ranks' memory",
+        choices=["auto", "messages", "memory", "after"],
+        default="auto",
+        help="of whole weights; after: in messages, when backward has ended",
     )
     parser.add_argument("--join", choices=["yes", "no"], help="q, k, v in one matmul; else on CUDA")
     parser.add_argument("--compile", choices=["yes", "no"], help="else on CUDA")
@@ -174,7 +174,7 @@ def main() -> None:
             shard=None if cfg.whole is None else cfg.whole == "no",
             join=None if cfg.join is None else cfg.join == "yes",
             overlap=cfg.exchange != "after",
-            direct=cfg.exchange == "direct",
+            exchange="messages" if cfg.exchange == "after" else cfg.exchange,
             offload=cfg.offload,
             profile=cfg.profile,
             inductor=tuple(cfg.inductor),

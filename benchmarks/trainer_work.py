@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from experiments.genrm_grpo import CONFIG
 from models.attention import choose_attention
 from models.config import ModelConfig, to_hf
+from models.exchange import Way
 from models.parallelise import Recompute, parallelise
 from models.replica import replica_of
 from models.transformer import Transformer
@@ -55,7 +56,7 @@ class Row:
     shard: bool | None = None
     join: bool | None = None
     overlap: bool = True
-    direct: bool = False
+    exchange: Way = "auto"
     offload: bool = False
     fuse: bool = True
     baseline: bool = False
@@ -118,7 +119,7 @@ def ours(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[],
     parallelise(
         model, mesh, compile=row.compile, param_dtype=dtype, recompute=row.recompute,
         full_blocks=row.full_blocks, offload=row.offload, keep_gathered=row.keep_gathered,
-        shard=row.shard, join=row.join, overlap=row.overlap, direct=row.direct,
+        shard=row.shard, join=row.join, overlap=row.overlap, exchange=row.exchange,
     )  # fmt: skip
     trainer = Trainer(lr=1e-6, warmup=0, offload=row.offload)
     config = replace(CONFIG, trainer=trainer, loss=Loss())

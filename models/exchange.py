@@ -8,15 +8,35 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor, nn
 
+Way = Literal["auto", "messages", "memory"]
 ALIGNED = 256  # bytes
 SHARED = "/dev/shm"  # a folder in memory
+
+
+class Unreachable(RuntimeError):
+    """These ranks cannot write into each other's memory. All of them are told so."""
+
+
+def make_exchange(working: Sequence[nn.Parameter], group: dist.ProcessGroup, way: Way) -> Exchange:
+    """auto: GPUs write into each other's memory where they can. Raises Unreachable for `memory` where they
+    cannot."""
+    reason = ""
+    if way == "memory" or (way == "auto" and working[0].is_cuda):
+        try:
+            return Writes(working, group, Shared(group, working[0].device))
+        except Unreachable as error:
+            if way == "memory":
+                raise
+            reason = f", as {error}"
+    return Messages(working, group, reason)
 
 
 class Exchange(ABC):
@@ -24,6 +44,8 @@ class Exchange(ABC):
 
     All ranks call it alike. What `gradients` and `weights` bring is there after `wait`.
     """
+
+    said: str  # how, for a person
 
     def __init__(self, working: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -52,8 +74,9 @@ class Messages(Exchange):
     """All that a unit has for a rank is one message: to lay it side by side takes less than many short
     messages cost. Between any machines; on GPUs it takes multiprocessors from the matmuls."""
 
-    def __init__(self, working: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, working: Sequence[nn.Parameter], group: dist.ProcessGroup, reason: str = "") -> None:
         super().__init__(working, group)
+        self.said = f"in messages{reason}"
         self.works: list[dist.Work] = []
         self.messages: list[Tensor] = []  # must live until they have come
         self.landing: list[tuple[Tensor, Tensor]] = []  # rows of others, and where they come
@@ -105,8 +128,10 @@ class Writes(Exchange):
     the first come, in their dtype: of a rank's rows from each other rank.
     """
 
-    def __init__(self, working: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.shared = Shared(group, working[0].device)
+    said = "into each other's memory"
+
+    def __init__(self, working: Sequence[nn.Parameter], group: dist.ProcessGroup, shared: Shared) -> None:
+        self.shared = shared
         sizes = [w.shape for w in working]
         memory = self.shared.empty(_span(sizes, working[0].dtype))
         self.copies = [_laid(part, sizes, working[0].dtype) for part in memory]  # of all weights, by rank
@@ -157,12 +182,19 @@ class Writes(Exchange):
 
 class Shared:
     """Memory of each rank of one machine that all of them can write: torch's symmetric memory on GPUs, files
-    in memory on CPUs."""
+    in memory on CPUs. Raises Unreachable, on all ranks, where they have none."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.handles: list[Any] = []  # the memory lives as long as they do
+        self._agree("" if len(set(self._told(_home()))) == 1 else "they are not on one machine")
+        try:
+            self.empty(ALIGNED)  # where they meet
+            failed = ""
+        except RuntimeError as error:  # of the driver: these GPUs have no way to each other
+            failed = str(error).splitlines()[0]
+        self._agree(failed)
 
     def empty(self, size: int) -> list[Tensor]:
         """So many bytes on each rank. All ranks must ask alike."""
@@ -175,6 +207,7 @@ class Shared:
             own = symmetric.empty(size, dtype=torch.uint8, device=self.device)
             handle = symmetric.rendezvous(own, self.group)
             self.handles.append((own, handle))
+            _take_off(size, self.device)
             return [
                 own if r == rank else handle.get_remote_tensor(r, (size,), torch.uint8) for r in range(ranks)
             ]
@@ -192,6 +225,16 @@ class Shared:
             shutil.rmtree(named[0])
         return memory
 
+    def _told(self, mine: Any) -> list[Any]:
+        """What each rank says."""
+        all_of_them: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(all_of_them, mine, group=self.group)
+        return all_of_them
+
+    def _agree(self, objection: str) -> None:
+        if found := next(filter(None, self._told(objection)), ""):
+            raise Unreachable(found)
+
     def beside(self) -> AbstractContextManager[object]:
         """What is queued in here runs after the current stream's work so far, and beside what follows."""
         if self.stream is None:
@@ -207,6 +250,22 @@ class Shared:
         with self.beside():
             self.handles[0][1].barrier()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+def _home() -> tuple[Any, ...]:
+    """Equal of processes that can hand each other memory: of one kernel, to which their numbers mean the same
+    and who see the same folder of temporary files, where their sockets are."""
+    folder = os.stat(tempfile.gettempdir())
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return boot, os.readlink("/proc/self/ns/pid"), folder.st_dev, folder.st_ino
+
+
+def _take_off(size: int, device: torch.device) -> None:
+    """Of a process that is bound to a share of its GPU: torch's allocator does not see these bytes."""
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    if share < 1:
+        less = size / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(max(0.0, share - less), device)
 
 
 def rows_of(whole: Tensor, ranks: int) -> list[Tensor]:

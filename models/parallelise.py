@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models.exchange import Way
 from models.replica import Replica, attach, replica_of
 from models.transformer import Attention, Block, Transformer, rotate
 from models.zero import MESSAGE, Zero
@@ -49,7 +50,7 @@ def parallelise(
     join: bool | None = None,
     overlap: bool = True,
     message: int = MESSAGE,
-    direct: bool = False,
+    exchange: Way = "auto",
 ) -> Transformer:
     """Compile each block and shard the model over the one-dimensional mesh, in place.
 
@@ -66,7 +67,8 @@ def parallelise(
     share out. None: on CUDA.
     overlap: exchange gradients of whole weights beside the backward, or after it.
     message: bytes, at least, of one message from a rank to another.
-    direct: no messages, but writes into the memory of other ranks, which must be of one machine.
+    exchange: of whole weights and their gradients: in messages, or by writes into the memory of other ranks,
+    which must be of one machine. auto: the latter on GPUs that have a way to each other.
 
     recompute: what the backward pass computes again. none: what the compiler finds cheaper than memory.
     selective: all but matmuls and attention. full: the block from its input. `full_blocks`: so many, from the
@@ -98,6 +100,8 @@ def parallelise(
             "parallelise: weights stay whole without offload, and on several ranks in a param_dtype below "
             f"float32; got {param_dtype}, {mesh.size()} ranks, offload={offload}: leave out shard=False"
         )
+    if shard and exchange == "memory":
+        raise ValueError("parallelise: shards travel in messages: with exchange=memory set shard=False")
     offloading = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
     split = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offloading)
     for i, block in enumerate(model.model.layers):
@@ -116,7 +120,7 @@ def parallelise(
         if several:
             blocks = [*model.model.layers]
             zero = Zero(
-                model, dtype, mesh=mesh, units=blocks, overlap=overlap, message=message, direct=direct
+                model, dtype, mesh=mesh, units=blocks, overlap=overlap, message=message, exchange=exchange
             )
             attach(model, zero)
         elif not wide:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from models.exchange import Messages, Writes, rows_of
+from models.exchange import Way, Writes, make_exchange, rows_of
 from models.replica import Held, Replica, summed
 
 MESSAGE = 2**28  # bytes: what NCCL needs between two H200s to come near their link's rate
@@ -30,8 +30,8 @@ class Zero(Replica):
     adds what came in float32, the same sum as a float32 reduction of the same gradients makes. After its
     step a row goes, rounded, to all ranks, while the rows of the next unit are stepped. Nothing else travels:
     with bfloat16 2 + 2 bytes a parameter and rank, each (1 - 1 / ranks) of them. A unit is one message to
-    each rank, so neighbours are joined until what they have for a rank fills `message` bytes. With `direct`
-    there are no messages: ranks of one machine write into each other's memory.
+    each rank, so neighbours are joined until what they have for a rank fills `message` bytes. GPUs of one
+    machine write into each other's memory instead, unless `exchange` says otherwise: no messages then.
 
     All ranks must call `micro` alike, and a forward after each write to the masters: the first one gathers
     them. A rank without a gradient of a parameter counts as zero there, and the parameter is stepped.
@@ -42,19 +42,20 @@ class Zero(Replica):
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, *, mesh: DeviceMesh, units: Sequence[nn.Module],
-        overlap: bool = True, message: int = MESSAGE, direct: bool = False,
+        overlap: bool = True, message: int = MESSAGE, exchange: Way = "auto",
     ) -> None:  # fmt: skip
         super().__init__(model, dtype)
         self.overlap = overlap
         self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         with torch.no_grad():
             self.masters = [_share(p, mesh) for p in self.masters]
-            self.exchange = (Writes if direct else Messages)(self.working, self.group)
+            self.exchange = make_exchange(self.working, self.group, exchange)
         self.rest()
         self.outdated()  # ranks may have begun with different weights
         unit_of = {module: i for i, unit in enumerate(units) for module in unit.modules()}
         backwards = groupby(reversed(range(len(self.slots))), lambda i: unit_of.get(self.slots[i][0]))
-        self.units = self._joined([list(unit) for _, unit in backwards], 0 if direct else message)
+        least = 0 if isinstance(self.exchange, Writes) else message
+        self.units = self._joined([list(unit) for _, unit in backwards], least)
         for i, w in enumerate(self.working):
             w.register_post_accumulate_grad_hook(partial(self._accumulated, i))
         self.totals: dict[int, Tensor] = {}

@@ -29,6 +29,7 @@ from models.parallelise import parallelise, reshard
 from models.replica import own_part, replica_of
 from models.transformer import Transformer
 from models.weights import as_tensor, save_folder
+from models.zero import Zero
 from rl.actors.net import interface_of, node_address
 from rl.actors.rollout import Rollout, Snapshot
 from rl.batch import GroupData, MicroBatch, build_micro
@@ -116,12 +117,17 @@ class TrainerRank:
             full_blocks=cfg.full_blocks,
             offload=cfg.offload,
             keep_gathered=cfg.keep_gathered,
+            shard=cfg.shard,
+            exchange=cfg.exchange,
         )
         optimizer = make_optimizer(model, cfg)
         self.state = TrainState(model=model, optimizer=optimizer, version=self.version, attention=attention)
         self.objective = make_objective(self.cfg, compile=self.compiled)
         how = f"{self.device.type}, {dtype}, attention by {attention}"
-        if use_cuda and replica_of(model) is not None:
+        replica = replica_of(model)
+        if isinstance(replica, Zero):
+            how += f", ranks exchange {replica.exchange.said}"
+        if use_cuda and replica is not None:
             how += room(self.cfg, self.bundle.cfg, torch.cuda.get_device_properties().total_memory)
         return how + (self._rehearse() if self.compiled else "")
 

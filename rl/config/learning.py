@@ -144,5 +144,11 @@ class Trainer:
     keep_gathered: bool | None = None
     """Gather each weight once a step, not in every forward and backward, for 2 bytes a parameter in bfloat16.
     None: where that is below a tenth of the GPU's memory."""
+    shard: bool | None = None
+    """Of several ranks, each has a part of the weights that compute and gathers the others (FSDP2), or all of
+    them and a part of the masters (ZeRO). None: all, where they are below a tenth of the GPU's memory."""
+    exchange: Literal["auto", "messages", "memory"] = "auto"
+    """How ranks that have all weights hand each other rows of them and of gradients: messages (NCCL), or
+    writes into each other's memory, within one machine. auto: the latter on GPUs that can; the log says."""
     threads: int = 1
     """CPU threads of one rank."""

@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from models.exchange import Exchange, Messages, Shared, Unreachable, Way, Writes, make_exchange
 from models.replica import summed
 from models.zero import Zero
+from tests.ranks import spawn
 
 STEPS = 20
 
@@ -27,10 +29,10 @@ def _backward(model: nn.Module, step: int, rank: int, device: str) -> None:
     model(data.to(device).bfloat16()).float().square().mean().backward()
 
 
-def _trained(rank: int, direct: bool, device: str = "cuda") -> list[torch.Tensor]:
+def _trained(rank: int, exchange: Way, device: str = "cuda") -> list[torch.Tensor]:
     """The working weights after some steps of gradient descent, the ranks on different data."""
     model, mesh = _model(device), DeviceMesh(device, [0, 1])
-    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[*model], direct=direct, message=1)
+    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[*model], exchange=exchange, message=1)
     for step in range(STEPS):
         zero.micro(exchange=True)
         _backward(model, step, rank, device)
@@ -67,8 +69,13 @@ def _process(rank: int, folder: str, masked: bool) -> None:
     torch.cuda.set_device(0 if masked else rank)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2)
-    expected, found = _trained(rank, direct=False), _trained(rank, direct=True)
+    expected, found = _trained(rank, "messages"), _trained(rank, "memory")
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+    assert isinstance(_made("auto", "cuda"), Writes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.exchange._home", lambda: rank)
+        made = _made("auto", "cuda")
+    assert isinstance(made, Messages) and "not on one machine" in made.said
     assert len({tuple(w.flatten()[:4].tolist()) for w in found}) > 1
     dist.barrier()
     dist.destroy_process_group()
@@ -80,9 +87,37 @@ def test_both_ways_train_alike_on_two_gpus(tmp_path: Path, masked: bool) -> None
     mp.spawn(_process, (str(tmp_path), masked), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _made(way: Way, device: str) -> Exchange:
+    assert dist.group.WORLD is not None
+    return make_exchange([nn.Parameter(torch.zeros(4, 4, device=device))], dist.group.WORLD, way)
+
+
+def _apart(rank: int, ranks: int, folder: str) -> None:
+    for way, expected in (("auto", Messages), ("messages", Messages), ("memory", Writes)):
+        assert isinstance(_made(way, "cpu"), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.exchange._home", lambda: rank // 2)
+        with pytest.raises(Unreachable, match="not on one machine"):
+            _made("memory", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def empty(shared: Shared, size: int) -> list[torch.Tensor]:
+            if rank == 1:
+                raise RuntimeError("no way\nto there")
+            return []
+
+        patch.setattr(Shared, "empty", empty)
+        with pytest.raises(Unreachable, match="^no way$"):
+            _made("memory", "cpu")
+
+
+def test_all_ranks_are_told_when_one_cannot_be_reached(tmp_path: Path) -> None:
+    spawn(3, tmp_path, _apart)
+
+
 def _beside(rank: int, folder: str, device: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    found = _trained(rank, direct=True, device=device)
+    found = _trained(rank, "memory", device)
     assert all(torch.equal(f, e) for f, e in zip(found, _alone(device), strict=True))
     dist.barrier()
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from models.attention import make_layout, packed_attention
+from models.exchange import Way
 from models.parallelise import parallelise, sync_gradients
 from models.replica import replica_of, summed
 from models.transformer import Transformer
@@ -39,10 +40,10 @@ class Odd(nn.Module):
         return total + 4 * self.some.sum() if some else total
 
 
-def _odd(rank: int, ranks: int, folder: str, direct: bool) -> Any:
+def _odd(rank: int, ranks: int, folder: str, exchange: Way) -> Any:
     model = Odd()
     mesh = DeviceMesh("cpu", list(range(ranks)))
-    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[], direct=direct)
+    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[], exchange=exchange)
     shapes = {n: p.shape for n, p in model.named_parameters()}
     found = []
     for micros in (1, 2):
@@ -67,9 +68,9 @@ def _odd(rank: int, ranks: int, folder: str, direct: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_rows_that_are_none_and_gradients_that_are_missing_count_as_zero(tmp_path, direct):
-    found = spawn(3, tmp_path, _odd, direct)
+@pytest.mark.parametrize("exchange", ["messages", "memory"])
+def test_rows_that_are_none_and_gradients_that_are_missing_count_as_zero(tmp_path, exchange):
+    found = spawn(3, tmp_path, _odd, exchange)
     for (micros, busy), grads in zip([(1, 3), (1, 2), (2, 3), (2, 2)], found, strict=True):
         each = 3.0 * micros
         assert grads == {"some": [4 * each], "few": [2 * each * busy], "none": [0], "all": [each * busy]}
@@ -78,7 +79,7 @@ def test_rows_that_are_none_and_gradients_that_are_missing_count_as_zero(tmp_pat
 def _late(rank: int, ranks: int, folder: str) -> Any:
     """Rank 1 is late wherever the others could already write over what it still reads."""
     model = Odd()
-    zero = Zero(model, torch.bfloat16, mesh=DeviceMesh("cpu", [*range(ranks)]), units=[], direct=True)
+    zero = Zero(model, torch.bfloat16, mesh=DeviceMesh("cpu", [*range(ranks)]), units=[], exchange="memory")
 
     def late(pieces: Sequence[Tensor]) -> Tensor:
         time.sleep(0.3 * (rank == 1))
@@ -169,6 +170,8 @@ def _choices(rank: int, ranks: int, folder: str) -> Any:
     for how in refused:
         with pytest.raises(ValueError, match="leave out shard=False"):
             whole_with(shard=False, **how)
+    with pytest.raises(ValueError, match="shards travel in messages"):
+        whole_with(shard=True, param_dtype="bfloat16", exchange="memory")
 
 
 def test_weights_stay_whole_where_they_are_rounded_and_memory_allows(tmp_path):

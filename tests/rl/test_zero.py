@@ -59,7 +59,7 @@ def _both(rank: int, ranks: int, folder: str, tied: bool, cap: int, config: Any)
         state, seen = train(state_of(fresh(tied), ranks, shard, message=1), 3, cap, rank, ranks, config)
         found.append((whole(state), seen))
     ways: list[dict[str, Any]] = [
-        {"overlap": False, "message": 1}, {}, {"direct": True}, {"direct": True, "overlap": False}
+        {"overlap": False, "message": 1}, {}, {"exchange": "memory"}, {"exchange": "memory", "overlap": False}
     ]  # fmt: skip
     for other in ways:  # {}: one message for all
         again, _ = train(state_of(fresh(tied), ranks, None, **other), 3, cap, rank, ranks, config)
@@ -135,11 +135,11 @@ def test_checkpoints_go_to_fsdp_and_back_and_to_other_numbers_of_ranks(tmp_path)
     dist.destroy_process_group()
 
 
-def _streamed(rank: int, ranks: int, folder: str, direct: bool) -> Any:
+def _streamed(rank: int, ranks: int, folder: str, exchange: str) -> Any:
     objective = make_objective(FUSED)
 
     def run(syncs: Callable[[int], list[bool]] | None) -> dict[str, torch.Tensor]:
-        state = state_of(fresh(), ranks, None, direct=direct)
+        state = state_of(fresh(), ranks, None, exchange=exchange)
         for version in range(2):
             micros = micros_of(version, ranks, 40, rank)
             assert len(micros) >= 3
@@ -164,9 +164,9 @@ def _streamed(rank: int, ranks: int, folder: str, direct: bool) -> Any:
         run(lambda n: [True] * (n - 1) + [False])
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_micro_batches_may_exchange_each_or_some_and_the_last_one_must(tmp_path, direct):
-    spawn(2, tmp_path, _streamed, direct)
+@pytest.mark.parametrize("exchange", ["messages", "memory"])
+def test_micro_batches_may_exchange_each_or_some_and_the_last_one_must(tmp_path, exchange):
+    spawn(2, tmp_path, _streamed, exchange)
 
 
 def _one_step(rank: int, ranks: int, folder: str) -> Any:
