@@ -14,8 +14,8 @@ MFU = (6 · params · tokens + 6 · layers · N · H · Σ length²) / time / 98
 Recomputation does not count as work. `proto` is the prototype's MFU (docs/results.md).
 
 One GPU holds masters and working weights (models/replica.py). Each of several holds all working weights and
-a share of the masters (models/zero.py) where the former take less than a tenth of its memory; else, and with
-`--whole no` even on one, FSDP2. With `--whole yes` it is never FSDP2.
+a share of the masters (models/zero.py) where that leaves two fifths of its memory to activations; else, and
+with `--whole no` even on one, FSDP2. With `--whole yes` it is never FSDP2.
 
 7B on one GPU of 139.8 GiB, 16384 tokens, in GiB: float32 masters 28.4 and two moments 56.7, bfloat16 weights
 14.2: 99.3 at all times. Gradients stay bfloat16 until AdamW: 14.2 when backward ends, 1.0 (the head's) as it

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from experiments.genrm_grpo import CONFIG
@@ -22,6 +23,7 @@ from models.exchange import Way
 from models.parallelise import Recompute, parallelise
 from models.replica import replica_of
 from models.transformer import Transformer
+from models.zero import Zero
 from rl.batch import GroupData, GroupTokens, MicroBatch, build_micro
 from rl.config import Loss, Trainer
 from rl.lessons import Lesson
@@ -90,7 +92,7 @@ def work(rank: int, row: Row, port: int, path: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=row.ranks)
     mesh = DeviceMesh(device.type, list(range(row.ranks)))
     torch.manual_seed(rank)
-    step, found = (baseline if row.baseline else ours)(row, mesh, device)
+    step, model, attention = (baseline if row.baseline else ours)(row, mesh, device)
     begin = time.perf_counter()
     step()
     first = time.perf_counter() - begin
@@ -99,19 +101,22 @@ def work(rank: int, row: Row, port: int, path: str) -> None:
         torch.cuda.reset_peak_memory_stats()
     n = max(3, int(row.seconds / _slowest(_timed(step), device)))  # all ranks must make as many
     times = _intervals(step, n)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
+    replica = replica_of(model)
+    outside = replica.exchange.outside if isinstance(replica, Zero) else 0
+    peak = (torch.cuda.max_memory_allocated() + outside) / 2**30 if cuda else float("nan")
     if row.profile and rank == 0:
         _profile(step)
     elif row.profile:
         step()
         step()
     if rank == 0:
-        torch.save({"ms": 1e3 * median(times), "first": first, "peak": peak, **found}, path)
+        found = {"ms": 1e3 * median(times), "first": first, "peak": peak}
+        torch.save({**found, "attention": attention, "whole": replica is not None}, path)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def ours(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[], Any], dict[str, Any]]:
+def ours(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[], Any], nn.Module, str]:
     dtype = "bfloat16" if device.type == "cuda" or row.shard is False else "float32"
     attention = choose_attention(row.attention, device, getattr(torch, dtype))
     model = Transformer(row.cfg, device=device, dtype=torch.float32)
@@ -133,7 +138,7 @@ def ours(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[],
         box[0], metrics = train_step(box[0], micros, objective, trainer)
         return metrics
 
-    return step, {"attention": attention, "whole": replica_of(model) is not None}
+    return step, model, attention
 
 
 def packed(row: Row, tokens: int, device: torch.device, seed: int) -> MicroBatch:
@@ -154,7 +159,7 @@ def packed(row: Row, tokens: int, device: torch.device, seed: int) -> MicroBatch
     return build_micro([(0, s) for s in range(count)], data, device, current=0, bucket=128)
 
 
-def baseline(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[], Any], dict[str, Any]]:
+def baseline(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[], Any], nn.Module, str]:
     """transformers' model as it comes, its own cross-entropy over full logits (less than a policy loss),
     FSDP2 per layer, bf16 over float32 masters, fused AdamW, clipping. Equal lengths need no packing."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -182,9 +187,9 @@ def baseline(row: Row, mesh: DeviceMesh, device: torch.device) -> tuple[Callable
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
-    return step, {"attention": "sdpa", "whole": False}
+    return step, model, "sdpa"
 
 
 def _timed(step: Callable[[], Any]) -> float:

@@ -2,6 +2,8 @@
 
 The first run makes the judge, from right and wrong answers that are made up too (rl/made/judged.py). The
 rule's verdict is not used for training; it is the ground truth beside the judge's score.
+
+Two judges, as one, who writes 21 tokens about each of 1024 answers a step, was never idle (docs/results.md).
 """
 
 from dataclasses import replace
@@ -22,7 +24,8 @@ CONFIG = replace(
         temperature=0.0,
         max_tokens=40,
         slots=512,
-        engine=Engine(kind="vllm", gpus=0.3),
+        replicas=2,
+        engine=Engine(kind="vllm", gpus=0.15),
     ),
     reward=Reward(judge=1.0, rule_name="gsm8k"),
     trainer=replace(ARITH.trainer, gpus=0.3),

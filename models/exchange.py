@@ -52,6 +52,11 @@ class Exchange(ABC):
         self.peers = [r for r in range(self.ranks) if r != self.rank]
         self.rows = [rows_of(w.detach(), self.ranks) for w in working]
 
+    @property
+    def outside(self) -> int:
+        """Bytes on this rank's GPU that torch's allocator does not see."""
+        return 0
+
     @abstractmethod
     def gradients(self, unit: Sequence[int], whole: Mapping[int, Tensor]) -> dict[int, tuple[Tensor, ...]]:
         """Of the parameters of a unit: this rank's `whole` ones to all, and every rank's of this rank's rows,
@@ -161,6 +166,10 @@ class Writes(Exchange):
                 for r in self.peers:
                     rows_of(self.copies[r][i], self.ranks)[self.rank].copy_(mine, non_blocking=True)
 
+    @property
+    def outside(self) -> int:
+        return self.shared.outside
+
     def wait(self) -> None:
         if self.pending:
             self.meet()
@@ -188,6 +197,7 @@ class Shared:
         self.group, self.device = group, device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.handles: list[Any] = []  # the memory lives as long as they do
+        self.outside = 0  # bytes of a GPU that torch's allocator does not see
         self._agree("" if len(set(self._told(_home()))) == 1 else "they are not on one machine")
         try:
             self.empty(ALIGNED)  # where they meet
@@ -207,6 +217,7 @@ class Shared:
             own = symmetric.empty(size, dtype=torch.uint8, device=self.device)
             handle = symmetric.rendezvous(own, self.group)
             self.handles.append((own, handle))
+            self.outside += size
             _take_off(size, self.device)
             return [
                 own if r == rank else handle.get_remote_tensor(r, (size,), torch.uint8) for r in range(ranks)

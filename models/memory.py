@@ -13,7 +13,8 @@ def training_bytes(
     several: bool = False,
 ) -> float:  # fmt: skip
     """Of a rank that has all bfloat16 weights and a share of masters and moments, at a micro-batch of so many
-    tokens: P (2 + (4 + 8) / ranks), 4 P more where the gradients of `several` micro-batches add up, and
+    tokens: P (2 + (4 + 8) / ranks); 2 P (1 - 1 / ranks) for other ranks' gradients; 4 P more, and twice as
+    much for others', where the gradients of `several` micro-batches add up; and
 
     max(what blocks keep + the head's gradient + logits,  2 P of gradients)  + a block that is recomputed.
 
@@ -32,6 +33,6 @@ def training_bytes(
     full = min(full_blocks, cfg.n_layers)
     numbers = full * kept["full"] + (cfg.n_layers - full) * kept[recompute]
     again = everything if full or recompute != "none" else 0
-    held = cfg.n_params * (2 + 12 / ranks + 4 * several)
+    held = cfg.n_params * (2 + 12 / ranks + 4 * several + (2 + 2 * several) * (1 - 1 / ranks))
     begin = 2 * (numbers * tokens + cfg.vocab_size * d) + LOGITS
     return held + max(begin, 2 * cfg.n_params) + 2 * again * tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from models.exchange import Way
 from models.replica import Replica, attach, replica_of
 from models.transformer import Attention, Block, Transformer, rotate
-from models.zero import MESSAGE, Zero
+from models.zero import MESSAGE, Zero, leaves_room
 
 Recompute = Literal["none", "selective", "full"]
 DEAR = {
@@ -61,8 +62,8 @@ def parallelise(
     shard: the weights that compute too, and gradients: FSDP2. Without, each rank has all of them. In float32,
     which is for one rank, they are all there is; in another `param_dtype` models/replica.py holds masters
     beside them, and models/zero.py for several ranks, which exchange gradients and new weights.
-    None: where float32, `offload` or, on several ranks, memory asks for it: all weights must take less than a
-    tenth, and keep_gathered not be False.
+    None: where float32, `offload`, keep_gathered=False or, on several ranks, memory asks for it: with whole
+    weights P (4 + 12 / ranks + 2 (1 - 1 / ranks)) bytes must leave a rank two fifths for activations.
     join: queries, keys and values come from one matmul; keys and values alone are too narrow for a GPU to
     share out. None: on CUDA.
     overlap: exchange gradients of whole weights beside the backward, or after it.
@@ -89,12 +90,12 @@ def parallelise(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     cuda = mesh.device_type == "cuda"
     several, wide = mesh.size() > 1, dtype == torch.float32
-    gathered = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    small = not cuda or gathered < torch.cuda.get_device_properties().total_memory / 10
+    n, memory = sum(p.numel() for p in model.parameters()), _memory() if cuda else math.inf
     if shard is None:
-        shard = wide or offload or (several and (not small or keep_gathered is False))
+        roomy = leaves_room(n, dtype, mesh.size(), memory) and keep_gathered is not False
+        shard = wide or offload or (several and not roomy)
     if keep_gathered is None:
-        keep_gathered = small
+        keep_gathered = n * dtype.itemsize < 0.1 * memory
     if not shard and (offload or (several and wide)):
         raise ValueError(
             "parallelise: weights stay whole without offload, and on several ranks in a param_dtype below "
@@ -134,6 +135,12 @@ def parallelise(
             # The factor alone asks for a pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _memory() -> float:
+    """Bytes of the GPU that are this process's."""
+    share = torch.cuda.get_per_process_memory_fraction()
+    return share * torch.cuda.get_device_properties().total_memory
 
 
 def _key_caches(source: Path) -> None:

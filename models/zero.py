@@ -172,6 +172,12 @@ class Zero(Replica):
         self.exchange.wait()
 
 
+def leaves_room(n: int, dtype: torch.dtype, ranks: int, memory: float) -> bool:
+    """Whether n parameters leave two fifths of each rank's memory (bytes) to activations: weights, gradients,
+    those of other ranks for its rows, masters and moments."""
+    return n * (dtype.itemsize * (3 - 1 / ranks) + 12 / ranks) <= 0.6 * memory
+
+
 def _share(p: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     mine = rows_of(p.detach(), mesh.size())[mesh.get_local_rank()].clone()
     shards = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())

@@ -106,6 +106,11 @@ def make_plan(
     if not nodes or cpus <= 0:
         raise PlanError("the cluster offers no CPU: start Ray with at least one")
     each = gpus_of(cfg, wanted, gpus)
+    if wanted.get("trainer", 0) > 1 and 0 < each["trainer"] <= 0.5:
+        raise PlanError(
+            f"trainer.gpus is {each['trainer']:g} for {wanted['trainer']} ranks: two could come to lie on "
+            "one GPU, and NCCL takes one rank a GPU. Set it above 0.5"
+        )
     _seat_gpus([each[role] for role, n in wanted.items() for _ in range(n)], nodes, wanted, each)
     share = min(1.0, _largest_share([n.cpus for n in nodes], actors))
     if share < SMALLEST_CPU:

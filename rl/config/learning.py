@@ -146,7 +146,7 @@ class Trainer:
     None: where that is below a tenth of the GPU's memory."""
     shard: bool | None = None
     """Of several ranks, each has a part of the weights that compute and gathers the others (FSDP2), or all of
-    them and a part of the masters (ZeRO). None: all, where they are below a tenth of the GPU's memory."""
+    them and a part of the masters (ZeRO). None: all, where that leaves two fifths of its GPU's memory."""
     exchange: Literal["auto", "messages", "memory"] = "auto"
     """How ranks that have all weights hand each other rows of them and of gradients: messages (NCCL), or
     writes into each other's memory, within one machine. auto: the latter on GPUs that can; the log says."""

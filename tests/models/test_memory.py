@@ -16,6 +16,18 @@ def test_sixteen_thousand_tokens_take_what_they_took(size, peak):
     assert training_bytes(SHAPES[size], 16384) / 2**30 == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("size", "peak", "recompute"),
+    [("0.5B", 18.7, "none"), ("1.5B", 41.4, "none"), ("3B", 69.5, "none"), ("7B", 91.7, "selective")],
+)
+def test_on_two_gpus_that_write_into_each_others_memory_too(size, peak, recompute):
+    """peak: what torch's allocator saw; the weights and what comes lie beside it."""
+    cfg = SHAPES[size]
+    peak += 3 * cfg.n_params / 2**30
+    need = training_bytes(cfg, 16384, recompute=recompute, ranks=2) / 2**30
+    assert need == pytest.approx(peak, rel=0.02)
+
+
 def test_7b_fits_one_gpu_of_140_as_it_did_with_twelve_blocks_that_recompute_all():
     need = training_bytes(SHAPES["7B"], 16384, recompute="selective", full_blocks=12) / 2**30
     assert need == pytest.approx(130, rel=0.02)
@@ -32,7 +44,7 @@ def test_ranks_recompute_and_fewer_tokens_take_less_and_sums_of_gradients_more()
     )
     assert training_bytes(cfg, 20_000, recompute="full") == training_bytes(cfg, 20_000, full_blocks=99)
     assert training_bytes(cfg, 10_000) < base
-    assert base - training_bytes(cfg, 20_000, ranks=2) == pytest.approx(6 * cfg.n_params)
+    assert base - training_bytes(cfg, 20_000, ranks=2) == pytest.approx(5 * cfg.n_params)
     assert training_bytes(cfg, 20_000, several=True) - base == pytest.approx(4 * cfg.n_params)
 
 

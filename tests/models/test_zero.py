@@ -15,7 +15,7 @@ from models.exchange import Way
 from models.parallelise import parallelise, sync_gradients
 from models.replica import replica_of, summed
 from models.transformer import Transformer
-from models.zero import Zero
+from models.zero import Zero, leaves_room
 from rl.adamw import squared_norm
 from tests.ranks import spawn
 from tests.rl.steps import MODEL
@@ -153,6 +153,22 @@ def test_short_messages_are_joined_until_they_are_long_enough(tmp_path):
         folder.mkdir()
         seen, after, last, sizes = spawn(2, folder, _order, True, message)
         assert sizes == expected and last == after == len(sizes) and seen == [len(sizes) - 1]
+
+
+@pytest.mark.parametrize(
+    ("billions", "ranks", "gb", "roomy"),
+    [
+        (7.62, 2, 150, True),
+        (14.8, 2, 150, False),
+        (7.62, 2, 85, False),
+        (3.09, 2, 85, True),
+        (7.62, 1, 150, False),
+    ],
+)
+def test_whole_weights_leave_two_fifths_of_memory_to_activations(billions, ranks, gb, roomy):
+    """On two ranks 11 bytes a parameter: 2 of weights, 2 of gradients, 1 of the other's, 6 of masters and
+    moments."""
+    assert leaves_room(int(billions * 1e9), torch.bfloat16, ranks, gb * 1e9) == roomy
 
 
 def _choices(rank: int, ranks: int, folder: str) -> Any:

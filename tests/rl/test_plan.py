@@ -35,6 +35,16 @@ def test_every_seat_fits_on_one_node():
     assert plan.seats[0].cpus == 0.5  # three seats on two nodes of one core: two on one of them
 
 
+def test_ranks_of_the_trainer_never_share_a_gpu():
+    two = replace(RULE, trainer=replace(RULE.trainer, ranks=2, gpus=0.5))
+    with pytest.raises(PlanError, match=r"trainer.gpus is 0.5 for 2 ranks"):
+        make_plan(two, [Node("host", 16.0, 2.0)])
+    for fits in (replace(two.trainer, gpus=0.6), replace(two.trainer, ranks=1)):
+        make_plan(replace(two, trainer=fits), [Node("host", 16.0, 2.0)])
+    assert [s.gpus for s in make_plan(replace(two, trainer=replace(two.trainer, device="cpu")),
+                                      [Node("host", 16.0, 2.0)]).of("trainer")] == [0, 0]  # fmt: skip
+
+
 def test_o087_what_does_not_fit_is_refused_with_what_is_there_and_what_is_wanted():
     crowd = replace(RULE, sampler=replace(RULE.sampler, replicas=100))
     with pytest.raises(PlanError, match=r"102 actors \(1 trainer, 100 sampler, 1 rule\) on 2 cores"):
