@@ -2,9 +2,10 @@
 
     python benchmarks/sampler.py --sizes 0.5B --slots 64 256 512      one GPU, under three minutes
     python benchmarks/sampler.py --sizes tiny --slots 64 256          the CPU build
+    python benchmarks/sampler.py --sizes smollm2 --tokens 21 --group 1 --rounds 16    short ones, as of a judge
 
-One engine per size, with random weights; every row asks it for `slots` samples of `--tokens` tokens that all
-run at the same time, after one round that is not counted:
+One engine per size, with random weights; every row asks it for `--rounds` times `slots` samples of `--tokens`
+tokens, of which `slots` run at a time, after one round that is not counted:
 
 ours                    VllmEngine.generate, `--group` samples a prompt, with seeds and log-probs
 vllm                    AsyncLLM.generate of the same engine, one call a sample, nothing else asked for
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -82,7 +84,7 @@ async def measure(size: str, args: argparse.Namespace) -> None:
     )
     try:
         await ours(engine, min(args.slots), args)
-        print(f"{'':<18}{'slots':>7}{'tokens/s':>10}{'ms a step':>11}")
+        print(f"{'':<18}{'slots':>7}{'samples/s':>11}{'tokens/s':>10}{'ms a step':>11}")
         for slots in args.slots:
             await row("ours", slots, args, lambda n=slots: ours(engine, n, args))
             for name, asked in PLAIN.items() if not args.ours_only else ():
@@ -97,8 +99,12 @@ async def row(name: str, slots: int, args: argparse.Namespace, work: Callable[[]
     began = time.perf_counter()
     tokens = await work()
     seconds = time.perf_counter() - began
-    assert tokens == slots * args.tokens
-    print(f"{name:<18}{slots:>7}{tokens / seconds:>10,.0f}{1e3 * seconds / args.tokens:>11.2f}", flush=True)
+    assert tokens == slots * args.rounds * args.tokens
+    print(
+        f"{name:<18}{slots:>7}{slots * args.rounds / seconds:>11,.0f}{tokens / seconds:>10,.0f}"
+        f"{1e3 * seconds / args.tokens / args.rounds:>11.2f}",
+        flush=True,
+    )
 
 
 def prompt(i: int, args: argparse.Namespace) -> list[int]:
@@ -113,7 +119,8 @@ async def ours(engine: VllmEngine, slots: int, args: argparse.Namespace) -> int:
         asked = engine.generate(prompt(i, args), params=params, seeds=seeds, request_id=f"group-{i}")
         return sum([len(completion.tokens) async for _, completion in asked])
 
-    sizes = [min(args.group, slots - first) for first in range(0, slots, args.group)]
+    asked = slots * args.rounds
+    sizes = [min(args.group, asked - first) for first in range(0, asked, args.group)]
     return sum(await asyncio.gather(*(group(i, n) for i, n in enumerate(sizes))))
 
 
@@ -125,7 +132,7 @@ async def plain(engine: VllmEngine, slots: int, args: argparse.Namespace, how: d
         outputs = engine._core.llm.generate(ids, params, f"plain-{i}-{time.time()}")
         return sum([len(output.outputs[0].token_ids) async for output in outputs])
 
-    return sum(await asyncio.gather(*(one(i) for i in range(slots))))
+    return sum(await asyncio.gather(*(one(i) for i in range(slots * args.rounds))))
 
 
 class Looks:
