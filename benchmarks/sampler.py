@@ -2,7 +2,7 @@
 
     python benchmarks/sampler.py --sizes 0.5B --slots 64 256 512      one GPU, under three minutes
     python benchmarks/sampler.py --sizes tiny --slots 64 256          the CPU build
-    python benchmarks/sampler.py --sizes smollm2 --tokens 21 --group 1 --rounds 16    short ones, as of a judge
+    python benchmarks/sampler.py --sizes smollm2 --tokens 21 --group 1 --rounds 16    short, as a judge's
 
 One engine per size, with random weights; every row asks it for `--rounds` times `slots` samples of `--tokens`
 tokens, of which `slots` run at a time, after one round that is not counted:

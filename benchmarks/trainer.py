@@ -35,6 +35,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def label(row: Row, attention: str, whole: bool) -> str:
     also = [
         name
         for name, on in [
+            (f"GPU {row.gpu}", row.gpu > 0),
             ("transformers", row.baseline),
             ("eager", not row.compile),
             ("head in 4 matmuls", not row.fuse),
@@ -133,7 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="a step; 16384, and 512 of tiny")
     parser.add_argument("--length", type=int, help="of each sequence; 4096, and 128 of tiny")
     parser.add_argument("--micros", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=1, help="with 2, one GPU is timed too")
+    parser.add_argument("--ranks", type=int, default=1, help="with 2, each GPU alone is timed too")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], help="7B selective, else none")
     parser.add_argument("--full-blocks", type=int, help="7B 12, else 0")
@@ -153,6 +155,8 @@ def main() -> None:
     parser.add_argument("--inductor", nargs="*", default=[], help="as coordinate_descent_tuning=True")
     parser.add_argument("--trace", action="store_true", help="all of a failure")
     cfg = parser.parse_args()
+    if cfg.ablate and cfg.ranks > 1:
+        parser.error("--ablate is of one GPU: leave out --ranks")
     # Rows of a step differ in size: fixed segments would leave gaps that 7B has no room for.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     name = torch.cuda.get_device_name() if cfg.device == "cuda" else "CPU"
@@ -180,12 +184,13 @@ def main() -> None:
             inductor=tuple(cfg.inductor),
         )
         rows = ablation(row) if cfg.ablate else [row]
-        results = [measure(r) for r in rows]
-        if cfg.ranks > 1:
-            alone, together = results[0], measure(replace(row, ranks=cfg.ranks))
-            if alone and together:
-                factor = cfg.ranks * alone["ms"] / together["ms"]
-                print(f"{size}: {cfg.ranks} GPUs do {factor:.3f} times the work of one", flush=True)
+        if cfg.ranks > 1 and cfg.device == "cuda":
+            rows = [replace(row, gpu=gpu) for gpu in range(cfg.ranks)]
+        with ThreadPoolExecutor(cfg.ranks) as threads:  # each GPU alone, at the same time
+            alone = list(threads.map(measure, rows))
+        if cfg.ranks > 1 and (together := measure(replace(row, ranks=cfg.ranks))):
+            factors = ", ".join(f"{cfg.ranks * a['ms'] / together['ms']:.3f}" for a in alone if a)
+            print(f"{size}: {cfg.ranks} GPUs do {factors} times the work of one (each)", flush=True)
         if cfg.baseline:
             for compiled in (True, False) if cfg.device == "cuda" else (False,):
                 measure(replace(row, baseline=True, compile=compiled, recompute="none", full_blocks=0))

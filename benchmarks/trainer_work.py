@@ -49,6 +49,7 @@ class Row:
     micros: int = 1  # micro-batches that the tokens come in
     device: str
     ranks: int = 1
+    gpu: int = 0  # of a row of one rank
     seconds: float
     attention: str = "auto"
     recompute: Recompute = "none"
@@ -81,6 +82,9 @@ def work(rank: int, row: Row, port: int, path: str) -> None:
     """One rank: builds, warms up, times, and rank 0 writes a dict of what came out."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     cuda = row.device == "cuda"
+    if cuda and row.ranks == 1:  # before CUDA is up
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[row.gpu] if seen else str(row.gpu)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

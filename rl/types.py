@@ -139,7 +139,7 @@ class Reply:
     failure: str = ""  # why nothing came back; empty: something did
     again: bool = True  # of a failure: another attempt may do better
     after: float = 0.0  # of a failure: seconds that the server asks to wait before
-    n_prompt: int = 0
+    n_prompt: int = 0  # tokens that the judge read for it, and wrote: none for another question's reply
     n_tokens: int = 0
     seconds: float = 0.0
     replica: str = ""

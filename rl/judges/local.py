@@ -55,7 +55,8 @@ class LocalJudge:
             await engine.stop()
 
     async def answer(self, asks: Sequence[Ask], seconds: float) -> list[Reply]:
-        """A reply per question, each within `seconds`. Votes on one text share its prefill."""
+        """A reply per question, each within `seconds`. Questions of the same text share its prefill, and to a
+        greedy judge, who would write the same, they are one."""
         places: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
         for i, ask in enumerate(asks):
             places.setdefault((ask.text, ask.said, ask.labels), []).append(i)
@@ -71,6 +72,10 @@ class LocalJudge:
                 ids = self._encode(asks[0])
                 if asks[0].labels:
                     found = dict.fromkeys(range(len(asks)), await self._likely(ids, asks[0].labels))
+                elif self.params.temperature == 0:
+                    await self._write(ids, [asks[0].seed], found)
+                    again = replace(found[0], n_prompt=0, n_tokens=0)
+                    found |= dict.fromkeys(range(1, len(asks)), again)
                 else:
                     await self._write(ids, [ask.seed for ask in asks], found)
         except TimeoutError:

@@ -67,6 +67,30 @@ def test_a_reply_is_a_function_of_question_and_seed_whoever_is_asked_beside(bund
     assert first.finish in ("stop", "length") and first.replica == "judge-3" and first.seconds > 0
 
 
+def test_a_greedy_judge_is_asked_the_same_question_once(bundle):
+    questions = [ask("j12?", 1), ask("j9?", 2), ask("j12?", 3), ask("j12?", 4)]
+
+    async def work(judge):
+        asked = []
+        write = judge.judge._write
+
+        async def counted(ids, seeds, found):
+            asked.append(len(seeds))
+            await write(ids, seeds, found)
+
+        judge.judge._write = counted
+        return await judge.answer(questions), asked
+
+    replies, asked = using(Judge(bundle, replace(CFG, temperature=0.0)), work)
+    assert asked == [1, 1]
+    first, other, *again = replies
+    assert first.text and [r.text for r in again] == [first.text] * 2 and other.n_prompt == 3
+    assert first.n_tokens >= 1 and [(r.n_prompt, r.n_tokens) for r in again] == [(0, 0)] * 2
+    assert [r.finish for r in again] == [first.finish] * 2 and not any(r.failure for r in replies)
+    _, asked = using(Judge(bundle, CFG), work)
+    assert asked == [3, 1]
+
+
 def test_label_logps_are_those_of_the_next_token_under_the_whole_vocabulary(bundle):
     async def work(judge):
         replies = await judge.answer([ask("j12?", labels=("y", "n")), ask("j9?", labels=("y", "n"))])
