@@ -114,7 +114,7 @@ class Trainer:
     clip_grad: float = 1.0
     """Bound on the global gradient norm. 0: off."""
     ranks: int = 1
-    """FSDP2 processes."""
+    """Processes, each with a GPU of its own where it trains on CUDA."""
     micro_tokens: int = 8192
     """Tokens (prompt and answer) of one packed micro-batch, at most."""
     stream: bool = False

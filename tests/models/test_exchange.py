@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from models.exchange import Exchange, Messages, Shared, Unreachable, Way, Writes, make_exchange
+from models.exchange import Exchange, Messages, Shared, Unreachable, Way, Writes, _take_off, make_exchange
 from models.replica import summed
 from models.zero import Zero
 from tests.ranks import spawn
@@ -113,6 +114,21 @@ def _apart(rank: int, ranks: int, folder: str) -> None:
 
 def test_all_ranks_are_told_when_one_cannot_be_reached(tmp_path: Path) -> None:
     spawn(3, tmp_path, _apart)
+
+
+def test_what_the_allocator_does_not_see_is_taken_off_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [0.5]
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: shares[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda x, device: shares.append(x))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000)
+    )
+    _take_off(200, torch.device("cuda"))
+    _take_off(400, torch.device("cuda"))
+    assert shares == [0.5, pytest.approx(0.3), 0.0]
+    shares.append(1.0)
+    _take_off(200, torch.device("cuda"))
+    assert shares[-1] == 1.0
 
 
 def _beside(rank: int, folder: str, device: str) -> None:
