@@ -124,6 +124,8 @@ class TrainerRank:
         self.state = TrainState(model=model, optimizer=optimizer, version=self.version, attention=attention)
         self.objective = make_objective(self.cfg, compile=self.compiled)
         how = f"{self.device.type}, {dtype}, attention by {attention}"
+        if cfg.offload:
+            how += f", AdamW on the host with {cfg.threads} thread(s) of trainer.threads"
         replica = replica_of(model)
         if isinstance(replica, Zero):
             how += f", ranks exchange {replica.exchange.said}"

@@ -139,8 +139,8 @@ class Trainer:
     full_blocks: int = 0
     """So many blocks recompute all, whatever recompute says, until the others' activations fit."""
     offload: bool = False
-    """Master weights, gradients and optimiser stay in the host's memory: slow, and saves 16 bytes a
-    parameter."""
+    """Master weights, gradients and optimiser stay in the host's memory: slow, by what trainer.threads takes
+    for AdamW, and saves 16 bytes a parameter."""
     keep_gathered: bool | None = None
     """Gather each weight once a step, not in every forward and backward, for 2 bytes a parameter in bfloat16.
     None: where that is below a tenth of the GPU's memory."""
