@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="with 2, each GPU alone is timed too")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], help="7B selective, else none")
-    parser.add_argument("--full-blocks", type=int, help="7B 12, else 0")
+    parser.add_argument("--full-blocks", type=int, help="7B on one GPU 12, else 0")
     parser.add_argument("--gather", choices=["once", "twice"], help="else by memory")
     parser.add_argument("--whole", choices=["yes", "no"], help="weights on each GPU; else as it is best")
     parser.add_argument(
@@ -188,7 +188,8 @@ def main() -> None:
             rows = [replace(row, gpu=gpu) for gpu in range(cfg.ranks)]
         with ThreadPoolExecutor(cfg.ranks) as threads:  # each GPU alone, at the same time
             alone = list(threads.map(measure, rows))
-        if cfg.ranks > 1 and (together := measure(replace(row, ranks=cfg.ranks))):
+        both = replace(row, ranks=cfg.ranks, full_blocks=cfg.full_blocks or 0)
+        if cfg.ranks > 1 and (together := measure(both)):
             factors = ", ".join(f"{cfg.ranks * a['ms'] / together['ms']:.3f}" for a in alone if a)
             print(f"{size}: {cfg.ranks} GPUs do {factors} times the work of one (each)", flush=True)
         if cfg.baseline:
