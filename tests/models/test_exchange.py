@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from models.exchange import Exchange, Messages, Shared, Unreachable, Way, Writes, _take_off, make_exchange
+from models.exchange import Exchange, Messages, Way, Writes, make_exchange
 from models.replica import summed
+from models.shared import Shared, Unreachable, _take_off
 from models.zero import Zero
 from tests.ranks import spawn
 
@@ -74,7 +75,7 @@ def _process(rank: int, folder: str, masked: bool) -> None:
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
     assert isinstance(_made("auto", "cuda"), Writes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.exchange._home", lambda: rank)
+        patch.setattr("models.shared._home", lambda: rank)
         made = _made("auto", "cuda")
     assert isinstance(made, Messages) and "not on one machine" in made.said
     assert len({tuple(w.flatten()[:4].tolist()) for w in found}) > 1
@@ -97,7 +98,7 @@ def _apart(rank: int, ranks: int, folder: str) -> None:
     for way, expected in (("auto", Messages), ("messages", Messages), ("memory", Writes)):
         assert isinstance(_made(way, "cpu"), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.exchange._home", lambda: rank // 2)
+        patch.setattr("models.shared._home", lambda: rank // 2)
         with pytest.raises(Unreachable, match="not on one machine"):
             _made("memory", "cpu")
     with pytest.MonkeyPatch.context() as patch:
