@@ -46,14 +46,10 @@ def _rules(cfg: Config) -> list[tuple[bool, str]]:
         (t.lr < 0, f"trainer.lr must be >= 0, got {t.lr}"),
         (not 0 <= t.final_lr <= 1, f"trainer.final_lr is a share of lr, in [0, 1], got {t.final_lr}"),
         (t.micro_tokens < 1, f"trainer.micro_tokens must be >= 1, got {t.micro_tokens}"),
-        (
-            t.shard is False and t.offload,
-            "trainer.offload keeps shards in the host's memory: leave trainer.shard out, or set it to True",
-        ),
+        (t.shard is False and t.offload, "trainer.offload is of shards: leave trainer.shard out"),
         (
             t.exchange == "memory" and (t.ranks == 1 or t.offload or bool(t.shard)),
-            "trainer.exchange memory is for several ranks that each have all weights: "
-            "set trainer.ranks >= 2, trainer.offload False and trainer.shard None or False",
+            "trainer.exchange memory is for several ranks that each have all weights: no shard, no offload",
         ),
         (
             loss.policy == 0 and loss.distill == 0,
