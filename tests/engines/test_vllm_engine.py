@@ -41,6 +41,8 @@ from tests.engines.contract_parcels import posted, proven, whole
 pytestmark = pytest.mark.slow
 SHARE = 0.2  # of a GPU: several engines live at the same time
 PATIENCE = 600  # seconds; vLLM may start beside other work
+CUDA = torch.cuda.is_available()
+TWO_GPUS = pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 class VllmHost:
@@ -97,7 +99,7 @@ class TestVllm(EngineContract):
     pass
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
 def test_the_memory_of_the_same_gpu_is_read_where_it_lies(host):
     async def main():
         engine = await host.engine(build())
@@ -156,7 +158,7 @@ def test_other_families_sample_score_and_take_new_weights(none_left, cfg):
     run(main())
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO_GPUS
 def test_two_ranks_share_a_model_with_one_key_value_head():
     old, new = build(seed=0), build(seed=1)
 
@@ -198,10 +200,13 @@ def test_samples_that_lose_their_cache_to_others_go_on_where_they_were():
 @pytest.mark.parametrize(
     "cfg, options, error, says",
     [
-        (replace(CFG, head_dim=8), VllmOptions(), ValueError, "heads of 8"),
+        pytest.param(
+            replace(CFG, head_dim=8), VllmOptions(), ValueError, "heads of 8",
+            marks=pytest.mark.skipif(CUDA, reason="its kernels for GPUs take them"),
+        ),
         (CFG, VllmOptions(cache_bytes=1 << 15), RuntimeError, "initialization failed"),
     ],
-)
+)  # fmt: skip
 def test_what_vllm_cannot_serve_fails_at_start_and_leaves_no_process(none_left, cfg, options, error, says):
     async def main():
         engine = VllmEngine(
@@ -275,10 +280,15 @@ def plain_score(model, ids) -> float:
     return float(model.score(hidden)[-1])
 
 
-@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
-def test_a_dead_process_fails_every_caller_and_leaves_none_behind(none_left, victim):
+@pytest.mark.parametrize(
+    "victim, ranks",
+    # one rank on a GPU has no process of its own
+    [("EngineCore", 1), pytest.param("Worker", 2 if CUDA else 1, marks=TWO_GPUS)],
+)
+def test_a_dead_process_fails_every_caller_and_leaves_none_behind(none_left, victim, ranks):
     async def main():
-        before, engine = children(), await started(CFG, build(), probe_ids=PROBE)
+        before, options = children(), VllmOptions(tensor_parallel=ranks)
+        engine = await started(CFG, build(), probe_ids=PROBE, options=options)
         callers = [asyncio.create_task(collect(engine, PROMPT, LONG, range(4))) for _ in range(3)]
         await until(lambda: engine.stats().running == 4)
         await engine.pause()
@@ -286,8 +296,7 @@ def test_a_dead_process_fails_every_caller_and_leaves_none_behind(none_left, vic
         callers.append(asyncio.create_task(engine.report()))
         await asyncio.sleep(0.2)
         mine = [psutil.Process(pid) for pid in children() - before]
-        [pid] = [p.pid for p in mine if victim in " ".join(p.cmdline())]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(next(p.pid for p in mine if victim in " ".join(p.cmdline())), signal.SIGKILL)
         for caller in callers:
             with pytest.raises(RuntimeError, match="died"):
                 await asyncio.wait_for(caller, 60)
