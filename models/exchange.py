@@ -14,11 +14,14 @@ from models.shared import Shared, Unreachable
 
 Way = Literal["auto", "messages", "memory"]
 ALIGNED = 256  # bytes
+MESSAGE = 2**28  # bytes: what NCCL needs between two H200s to come near their link's rate
 
 
-def make_exchange(working: Sequence[nn.Parameter], group: dist.ProcessGroup, way: Way) -> Exchange:
+def make_exchange(
+    working: Sequence[nn.Parameter], group: dist.ProcessGroup, way: Way, message: int = MESSAGE
+) -> Exchange:
     """auto: GPUs write into each other's memory where they can. Raises Unreachable for `memory` where they
-    cannot."""
+    cannot. message: bytes, at least, of a message."""
     reason = ""
     if way == "memory" or (way == "auto" and working[0].is_cuda):
         try:
@@ -27,7 +30,7 @@ def make_exchange(working: Sequence[nn.Parameter], group: dist.ProcessGroup, way
             if way == "memory":
                 raise
             reason = f", as {error}"
-    return Messages(working, group, reason)
+    return Messages(working, group, message, reason)
 
 
 class Exchange(ABC):
@@ -37,6 +40,7 @@ class Exchange(ABC):
     """
 
     said: str  # how, for a person
+    least: int  # bytes for a rank that are worth a call of their own
 
     def __init__(self, working: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -70,9 +74,11 @@ class Messages(Exchange):
     """All that a unit has for a rank is one message: to lay it side by side takes less than many short
     messages cost. Between any machines; on GPUs it takes multiprocessors from the matmuls."""
 
-    def __init__(self, working: Sequence[nn.Parameter], group: dist.ProcessGroup, reason: str = "") -> None:
+    def __init__(
+        self, working: Sequence[nn.Parameter], group: dist.ProcessGroup, message: int, reason: str = ""
+    ) -> None:
         super().__init__(working, group)
-        self.said = f"in messages{reason}"
+        self.said, self.least = f"in messages{reason}", message
         self.works: list[dist.Work] = []
         self.messages: list[Tensor] = []  # must live until they have come
         self.landing: list[tuple[Tensor, Tensor]] = []  # rows of others, and where they come
@@ -124,7 +130,7 @@ class Writes(Exchange):
     the first come, in their dtype: of a rank's rows from each other rank.
     """
 
-    said = "into each other's memory"
+    said, least = "into each other's memory", 0
 
     def __init__(self, working: Sequence[nn.Parameter], group: dist.ProcessGroup, shared: Shared) -> None:
         self.shared = shared

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from models.exchange import Way
+from models.exchange import MESSAGE, Way
 from models.replica import Replica, attach, replica_of
 from models.transformer import Attention, Block, Transformer, rotate
-from models.zero import MESSAGE, Zero, leaves_room
+from models.zero import Zero, leaves_room
 
 Recompute = Literal["none", "selective", "full"]
 DEAR = {

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from models.exchange import Way, Writes, make_exchange, rows_of
+from models.exchange import MESSAGE, Way, make_exchange, rows_of
 from models.replica import Held, Replica, summed
-
-MESSAGE = 2**28  # bytes: what NCCL needs between two H200s to come near their link's rate
 
 
 class Zero(Replica):
@@ -49,13 +47,12 @@ class Zero(Replica):
         self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         with torch.no_grad():
             self.masters = [_share(p, mesh) for p in self.masters]
-            self.exchange = make_exchange(self.working, self.group, exchange)
+            self.exchange = make_exchange(self.working, self.group, exchange, message)
         self.rest()
         self.outdated()  # ranks may have begun with different weights
         unit_of = {module: i for i, unit in enumerate(units) for module in unit.modules()}
         backwards = groupby(reversed(range(len(self.slots))), lambda i: unit_of.get(self.slots[i][0]))
-        least = 0 if isinstance(self.exchange, Writes) else message
-        self.units = self._joined([list(unit) for _, unit in backwards], least)
+        self.units = self._joined([list(unit) for _, unit in backwards], self.exchange.least)
         for i, w in enumerate(self.working):
             w.register_post_accumulate_grad_hook(partial(self._accumulated, i))
         self.totals: dict[int, Tensor] = {}
@@ -99,13 +96,13 @@ class Zero(Replica):
         self.totals = {}
         self._begin()
 
-    def _joined(self, units: Sequence[list[int]], message: int) -> list[list[int]]:
+    def _joined(self, units: Sequence[list[int]], least: int) -> list[list[int]]:
         joined: list[list[int]] = []
         room = 0
         for unit in units:
             if room <= 0:
                 joined.append([])
-                room = message
+                room = least
             joined[-1] += unit
             room -= sum(self.working[i].nbytes for i in unit) // self.ranks
         return joined

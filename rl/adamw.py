@@ -45,7 +45,8 @@ def step(
     written: Callable[[int], None] = lambda i: None,
 ) -> None:
     """`optimizer.step()` from gradients that are held elsewhere, each multiplied by `factor`; of masters that
-    are DTensors this rank's rows. `written` is told when the work on the i-th unit is queued.
+    are DTensors this rank's rows. `written` is told when the work on the i-th unit is queued, the largest
+    unit's first: what it begins takes longest, and the steps of the others hide it.
 
     g = factor · Σ grads
     mean   ← β₁ mean + (1 - β₁) g
@@ -65,10 +66,11 @@ def step(
     keep = factor.new_full((), 1 - lr * group["weight_decay"], dtype=torch.float64)
     scalars = torch.stack([factor, keep, lr / (1 - betas[0] ** t), (1 - betas[1] ** t).sqrt()]).float()
     update = step_triton if has_triton(factor.device) else step_torch
-    for i, (unit, known) in enumerate(zip(units, states, strict=True)):
+    sizes = [sum(h.master.numel() for h in unit) for unit in units]  # not of rows: ranks agree
+    for i in sorted(range(len(units)), key=lambda i: -sizes[i]):
         slots = [
             Slot(own_part(h.master), own_part(s["exp_avg"]), own_part(s["exp_avg_sq"]), h.working, h.grads)
-            for h, s in zip(unit, known, strict=True)
+            for h, s in zip(units[i], states[i], strict=True)
             if h.working.numel()
         ]
         update(slots, scalars, betas, group["eps"])

@@ -66,7 +66,8 @@ class LocalJudge:
         return [replies[i] for i in range(len(asks))]
 
     async def _votes(self, asks: Sequence[Ask], seconds: float) -> list[Reply]:
-        began, found, failure = time.monotonic(), dict[int, Reply](), Reply()
+        began, found = time.monotonic(), dict[int, Reply]()
+        failure = Reply(failure="engine: it ended without an answer")
         try:
             async with asyncio.timeout(seconds):
                 ids = self._encode(asks[0])
@@ -74,8 +75,8 @@ class LocalJudge:
                     found = dict.fromkeys(range(len(asks)), await self._likely(ids, asks[0].labels))
                 elif self.params.temperature == 0:
                     await self._write(ids, [asks[0].seed], found)
-                    again = replace(found[0], n_prompt=0, n_tokens=0)
-                    found |= dict.fromkeys(range(1, len(asks)), again)
+                    again = [replace(reply, n_prompt=0, n_tokens=0) for reply in found.values()]
+                    found |= {i: reply for reply in again for i in range(1, len(asks))}
                 else:
                     await self._write(ids, [ask.seed for ask in asks], found)
         except TimeoutError:

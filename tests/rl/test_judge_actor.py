@@ -91,6 +91,25 @@ def test_a_greedy_judge_is_asked_the_same_question_once(bundle):
     assert asked == [3, 1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_engine_that_ends_without_an_answer_fails_that_question_alone(bundle, temperature):
+    async def work(judge):
+        generate = judge.judge.engine.generate
+
+        async def nothing(ids, **how):
+            if len(ids) == 4:  # j12?
+                return
+            async for sample in generate(ids, **how):
+                yield sample
+
+        judge.judge.engine.generate = nothing
+        return await judge.answer([ask("j12?", 1), ask("j9?", 2), ask("j12?", 3)])
+
+    one, other, again = using(Judge(bundle, replace(CFG, temperature=temperature)), work)
+    assert one.failure == again.failure == "engine: it ended without an answer" and one.text == ""
+    assert not other.failure and other.n_tokens >= 1
+
+
 def test_label_logps_are_those_of_the_next_token_under_the_whole_vocabulary(bundle):
     async def work(judge):
         replies = await judge.answer([ask("j12?", labels=("y", "n")), ask("j9?", labels=("y", "n"))])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,7 @@ from models.parallelise import parallelise, reshard
 from models.replica import replica_of
 from models.transformer import Transformer
 from models.zero import Zero
+from rl import adamw
 from rl.objective import make_objective
 from rl.step import TrainState, accumulate, begin, finish, make_optimizer, train_step
 from rl.wire.gather import gather
@@ -230,6 +232,28 @@ def _written(rank: int, ranks: int, folder: str) -> Any:
 
 def test_the_forward_and_the_published_weights_are_the_masters_rounded_after_every_write(tmp_path):
     spawn(3, tmp_path, _written)
+
+
+def _turns(rank: int, ranks: int, folder: str) -> None:
+    model = nn.Sequential(nn.Linear(10, 4, bias=False), nn.Linear(12, 3, bias=False))  # rows 2, 2, 0; 1, 1, 1
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    zero = Zero(model, torch.bfloat16, mesh=mesh, units=[*model], message=1)
+    zero.micro(exchange=True)
+    zero.work()
+    torch.stack([p.sum() for p in model.parameters()]).sum().backward()
+    told = []
+
+    def written(i: int) -> None:
+        told.append(i)
+        zero.written(i)
+
+    adamw.step(torch.optim.AdamW(zero.masters), zero.gradients(), torch.ones(()), written=written)
+    zero.stepped()
+    assert told == [1, 0]
+
+
+def test_what_is_stepped_first_is_the_largest_on_all_ranks_alike(tmp_path):
+    spawn(3, tmp_path, _turns)
 
 
 def _compiled(rank: int, ranks: int, folder: str) -> Any:
