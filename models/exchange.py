@@ -136,10 +136,12 @@ class Writes(Exchange):
         self.shared = shared
         sizes = [w.shape for w in working]
         memory = self.shared.empty(_span(sizes, working[0].dtype))
-        self.copies = [_laid(part, sizes, working[0].dtype) for part in memory]  # of all weights, by rank
-        for w, place in zip(working, self.copies[dist.get_rank(group)], strict=True):
+        copies = [_laid(part, sizes, working[0].dtype) for part in memory]  # of all weights, by rank
+        for w, place in zip(working, copies[dist.get_rank(group)], strict=True):
             w.data = place.copy_(w.detach())
         super().__init__(working, group)
+        whole = [[copies[r][i] for r in self.peers] for i in range(len(working))]
+        self.theirs = [[rows_of(w, self.ranks)[self.rank] for w in of] for of in whole]  # this rank's rows
         self.landing: dict[torch.dtype, list[list[list[Tensor]]]] = {}
         self.pending = False  # whether anything was written that has not been waited for
 
@@ -148,20 +150,22 @@ class Writes(Exchange):
         if dtype not in self.landing:
             self.landing[dtype] = self._land(dtype)
         landing, self.pending = self.landing[dtype], True
+        rows = {i: rows_of(whole[i], self.ranks) for i in unit}
         with self.shared.beside():
             for i in unit:
                 for r in self.peers:
-                    landing[r][self.rank][i].copy_(rows_of(whole[i], self.ranks)[r], non_blocking=True)
-        here, mine = landing[self.rank], {i: rows_of(whole[i], self.ranks)[self.rank] for i in unit}
-        return {i: tuple(mine[i] if r == self.rank else here[r][i] for r in range(self.ranks)) for i in unit}
+                    landing[r][self.rank][i].copy_(rows[i][r], non_blocking=True)
+        here = landing[self.rank]
+        return {
+            i: tuple(rows[i][r] if r == self.rank else here[r][i] for r in range(self.ranks)) for i in unit
+        }
 
     def weights(self, unit: Sequence[int]) -> None:
         self.pending = True
         with self.shared.beside():
             for i in unit:
-                mine = self.rows[i][self.rank]
-                for r in self.peers:
-                    rows_of(self.copies[r][i], self.ranks)[self.rank].copy_(mine, non_blocking=True)
+                for there in self.theirs[i]:
+                    there.copy_(self.rows[i][self.rank], non_blocking=True)
 
     @property
     def outside(self) -> int:
@@ -188,9 +192,9 @@ class Writes(Exchange):
 
 def rows_of(whole: Tensor, ranks: int) -> list[Tensor]:
     """Views of the rows of each rank, maybe none."""
-    n = len(whole)
-    each = -(-n // ranks)
-    return [whole[min(n, r * each) : min(n, (r + 1) * each)] for r in range(ranks)]
+    n = whole.shape[0]
+    parts = list(whole.split(max(1, -(-n // ranks))))
+    return [*parts[:ranks], *(whole[n:] for _ in range(ranks - len(parts)))]
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:

@@ -96,6 +96,9 @@ class Zero(Replica):
         self.totals = {}
         self._begin()
 
+    def _fold(self) -> None:
+        """Nothing: gradients are taken as soon as they are complete."""
+
     def _joined(self, units: Sequence[list[int]], least: int) -> list[list[int]]:
         joined: list[list[int]] = []
         room = 0

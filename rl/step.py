@@ -93,9 +93,10 @@ def abandon(state: TrainState) -> None:
 
 
 def _forget(state: TrainState) -> None:
-    state.optimizer.zero_grad(set_to_none=True)
     if (replica := replica_of(state.model)) is not None:
         replica.forget()
+    else:
+        state.optimizer.zero_grad(set_to_none=True)
 
 
 def accumulate(
