@@ -194,7 +194,7 @@ def rows_of(whole: Tensor, ranks: int) -> list[Tensor]:
     """Views of the rows of each rank, maybe none."""
     n = whole.shape[0]
     parts = list(whole.split(max(1, -(-n // ranks))))
-    return [*parts[:ranks], *(whole[n:] for _ in range(ranks - len(parts)))]
+    return [*parts, *(whole[n:] for _ in range(ranks - len(parts)))]
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
